@@ -61,6 +61,10 @@ class Host:
         """The last step of this host, or zeros."""
         return max((steps[-1] for steps in self.steps().values() if steps), default=(0, 0, 0, 0, 0))
 
+    def ranks(self):
+        """Processes that live: grandchildren of the launcher."""
+        return [rank for child in children(self.process.pid) for rank in children(child)]
+
     def close(self):
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -74,14 +78,15 @@ class HostsRecovery(unittest.TestCase):
         self.random = random.Random(SEED)
         self.folder = self.enterContext(t.temporary_folder())
         self.stack = self.enterContext(contextlib.ExitStack())
-        self.hosts, self.nproc = [], 2
+        self.hosts, self.nproc, self.made = [], 2, 0
 
     def tearDown(self):
         self.stack.close()
         self.left.expect_nothing()
 
     def add(self, *flags, program, namespace=None):
-        host = Host(len(self.hosts), self.folder, self.nproc, flags, program, namespace)
+        self.made += 1
+        host = Host(self.made, self.folder, self.nproc, flags, program, namespace)
         self.stack.callback(host.close)
         self.hosts.append(host)
         return host
@@ -100,6 +105,10 @@ class HostsRecovery(unittest.TestCase):
                 self.assertIsNone(host.process.poll(), f"it ended before {what}: {self.told()}")
             self.assertLess(time.monotonic(), limit, f"no {what}: {self.told()}")
             time.sleep(0.005)
+
+    def all_step(self):
+        """Whether all ranks of all hosts that should be there have made a step."""
+        return all(sum(bool(s) and alive(p) for p, s in h.steps().items()) == self.nproc for h in self.hosts)
 
     def end(self, hosts=None):
         for host in hosts or self.hosts:
@@ -130,8 +139,7 @@ class HostsRecovery(unittest.TestCase):
                      program=self.steps_program(samples))
         took = []
         for _ in range(kills):
-            self.wait_for(lambda: all(sum(bool(s) and alive(p) for p, s in h.steps().items()) == self.nproc for h in self.hosts),
-                          "steps of all ranks")
+            self.wait_for(self.all_step, "steps of all ranks")
             time.sleep(self.random.random() * 0.2)  # The random moment.
             before = {pid for host in self.hosts for pid in host.pids() if alive(pid)}
             generation = max(host.last()[4] for host in self.hosts)
@@ -146,39 +154,82 @@ class HostsRecovery(unittest.TestCase):
         self.assertEqual(sum(len(host.pids()) for host in self.hosts), 2 * self.nproc + kills)
         print(f"from the kill to a step on all hosts: {', '.join(f'{one:.2f}' for one in took)} s", flush=True)
 
-    def train(self, kills):
-        """`lockstep train` on two hosts. The digest of its weights, and how many ranks were killed."""
-        self.hosts, killed, port = [], 0, free_port()
-        base = self.enterContext(t.temporary_folder())
-        self.folder = base
-        for number in range(2):
-            self.add("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", kills + 1, program=lambda folder: (
-                t.LOCKSTEP, "train", "--dataset", "digits", "--max-epochs", 60, "--log-every-n-steps", 1, "--metrics-file",
-                folder / "metrics", "--save-weights", folder / "weights"))
-        metrics, weights = self.hosts[0].folder / "metrics", self.hosts[0].folder / "weights"
-        ranks = lambda: [rank for host in self.hosts for child in children(host.process.pid) for rank in children(child)]
-        rows = lambda: metrics.read_text().count('"split":"train"') if metrics.exists() else 0
+    def train(self, flags_of, epochs):
+        """Starts `lockstep train` on a host. `flags_of`: of a host's launcher."""
+        self.hosts, self.folder = [], self.enterContext(t.temporary_folder())
+        self.flags_of, self.epochs = flags_of, epochs
+        self.add_training()
+        self.metrics = self.hosts[0].folder / "metrics"
+
+    def add_training(self):
+        return self.add(*self.flags_of(len(self.hosts)), program=lambda folder: (
+            t.LOCKSTEP, "train", "--dataset", "digits", "--max-epochs", self.epochs, "--log-every-n-steps", 1,
+            "--metrics-file", folder / "metrics", "--save-weights", folder / "weights"))
+
+    def rows(self, split):
+        return self.metrics.read_text().count(f'"split":"{split}"') if self.metrics.exists() else 0
+
+    def wait_for_steps(self, more):
+        """False where the job ends before."""
+        seen = self.rows("train")
+        t.wait_until(lambda: self.rows("train") > seen + more or self.hosts[0].process.poll() is not None, 120, "steps")
+        return self.hosts[0].process.poll() is None
+
+    def train_with_kills(self, kills):
+        """The digest of the weights, and how many ranks were killed."""
+        port, killed = free_port(), 0
+        self.train(lambda number: ("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", kills + 1), 60)
+        self.add_training()
         for _ in range(kills):
-            seen = rows() + self.random.randrange(1, 60)
-            t.wait_until(lambda: rows() > seen or any(h.process.poll() is not None for h in self.hosts), 120, "steps")
-            before = ranks()
-            if len(before) < 2 * self.nproc or any(host.process.poll() is not None for host in self.hosts):
+            if not self.wait_for_steps(self.random.randrange(60)):
                 break
+            before = [rank for host in self.hosts for rank in host.ranks()]
+            if len(before) < 2 * self.nproc:
+                continue
             victim = self.random.choice(before)
             os.kill(victim, signal.SIGKILL)
             killed += 1
-            seen = rows()
-            t.wait_until(lambda: rows() > seen + 2 or self.hosts[0].process.poll() is not None, 120, "a step after the kill")
-            if self.hosts[0].process.poll() is None:
-                self.assertLessEqual(set(before) - {victim}, set(ranks()), self.told())
+            if self.wait_for_steps(2):
+                now = {rank for host in self.hosts for rank in host.ranks()}
+                self.assertLessEqual(set(before) - {victim}, now, self.told())
         self.end()
-        return hashlib.sha256(weights.read_bytes()).hexdigest(), killed
+        return hashlib.sha256((self.hosts[0].folder / "weights").read_bytes()).hexdigest(), killed
 
     def test_the_weights_of_training_are_those_of_an_undisturbed_run(self):
-        expected, _ = self.train(0)
-        got, killed = self.train(3)
+        expected, _ = self.train_with_kills(0)
+        got, killed = self.train_with_kills(3)
         self.assertGreater(killed, 0)
         self.assertEqual(got, expected, self.told())
+
+    def test_training_goes_on_without_a_launcher_that_is_killed_and_with_one_that_comes(self):
+        endpoint = f"127.0.0.1:{free_port()}"
+        self.train(lambda _: ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"), 100)
+        self.assertTrue(self.wait_for_steps(0), self.told())
+        stays, ranks = self.hosts[0], self.hosts[0].ranks()
+        resumed = lambda: stays.said().count("resumed after step")
+        goes = self.add_training()
+        t.wait_until(lambda: resumed() == 1, 120, "steps of two hosts")
+        self.assertTrue(self.wait_for_steps(self.random.randrange(60)))
+        goes.close()
+        self.hosts.remove(goes)
+        t.wait_until(lambda: resumed() == 2, 120, "steps of one host")
+        self.add_training()
+        t.wait_until(lambda: resumed() == 3, 120, "steps of two hosts again")
+        self.assertEqual(stays.ranks(), ranks)
+        self.end()
+        self.assertEqual(self.rows("test"), self.epochs)
+
+    def test_a_failure_without_a_restart_that_is_left_ends_all(self):
+        port = free_port()
+        for number in range(2):
+            self.add("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", 1,
+                     program=self.steps_program(100_000_000))
+        for _ in range(2):
+            self.wait_for(self.all_step, "steps of all ranks")
+            os.kill(self.random.choice([p for host in self.hosts for p in host.pids() if alive(p)]), signal.SIGKILL)
+            t.wait_until(lambda: not self.all_step(), 60, "the loss")
+        for host in self.hosts:
+            self.assertEqual(host.process.wait(60), 128 + signal.SIGKILL, self.told())
 
     @unittest.skipIf(hosts_testing.why_no_hosts(), hosts_testing.why_no_hosts())
     def test_the_others_go_on_without_a_host_that_vanishes_and_with_one_that_comes(self):
@@ -198,7 +249,8 @@ class HostsRecovery(unittest.TestCase):
             lost.namespace.kill()
             begin = time.monotonic()
             self.wait_for(lambda: sizes(survivors, 2), "steps of the two that are left", survivors)
-            print(f"{self.nproc} ranks a host, from the loss of one to the next step of the others: {time.monotonic() - begin:.2f} s", flush=True)
+            took = time.monotonic() - begin
+            print(f"{self.nproc} ranks a host, from the loss of one to the next step of the others: {took:.2f} s", flush=True)
             comes = self.add(*flags, program=self.steps_program(samples), namespace=machines[3])
             survivors.append(comes)
             self.wait_for(lambda: sizes(survivors, 3), "steps with the host that comes", survivors)
