@@ -125,6 +125,12 @@ std::optional<Failure> FormingWatch::lost(const std::vector<int>& missing) {
   return found;
 }
 
+void FormingWatch::throw_if_cancelled() const {
+  if (!context_->cancelled || !context_->cancelled()) return;
+  const Failure failure = cancelled_generation();
+  throw PeerLostError(describe(failure), {}, failure);
+}
+
 void FormingWatch::throw_if_lost(const std::vector<int>& missing) {
   found_ = lost(missing);
   throw_if_found();

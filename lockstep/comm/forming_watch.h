@@ -33,7 +33,9 @@ class FormingWatch {
   std::optional<Failure> lost(const std::vector<int>& missing);
   /// The same as a PeerLostError.
   void throw_if_lost(const std::vector<int>& missing);
-  /// What that threw before, again: Gloo makes another error of it.
+  /// Where a later generation has begun. Asks no store. Any thread.
+  void throw_if_cancelled() const;
+  /// What throw_if_lost threw before, again: Gloo makes another error of it.
   void throw_if_found() const;
   /// All members but this rank.
   std::vector<int> others() const;

@@ -90,6 +90,15 @@ c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend
   options.names_failures = made.traits.names_failures;
   options.misses_deaths = made.traits.misses_deaths;
   options.recorded = true;
+  if (context.cancelled && made.traits.misses_deaths) {
+    const auto rank = made.backend->getRank(), size = made.backend->getSize();
+    options.context =
+        std::make_shared<CheckContext>(store, rank, size, global_ranks, name, context.timeout);
+    options.context->set_failure_callback(
+        [cancelled = context.cancelled]() -> std::optional<Failure> {
+          return cancelled() ? std::optional(cancelled_generation()) : std::nullopt;
+        });
+  }
   return make_checked_backend(std::move(made.backend), store, std::move(options));
 }
 
@@ -226,7 +235,9 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
   options.global_ranks = this->global_ranks;
   options.debug = this->context->debug;
   options.steps = steps;
-  options.look = [watch](const std::vector<int>& missing) { watch->throw_if_lost(missing); };
+  options.look = [watch](const std::vector<int>& missing) {
+    missing.empty() ? watch->throw_if_cancelled() : watch->throw_if_lost(missing);
+  };
   try {
     const QuietNativeLog quiet;
     announce_checks(*check_store, rank, this->name, this->context->debug);

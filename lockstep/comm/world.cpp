@@ -377,7 +377,9 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
 }
 
 void World::Impl::tell_leave(bool failing) {
-  if (job.world_size == 1 || !root_) return;
+  // A store that has vanished with its host would hold up who goes on without it.
+  const bool is_over = context->cancelled && context->cancelled();
+  if (job.world_size == 1 || !root_ || is_over) return;
   Store own = context->own_store;
   own.set_timeout(kLeaveTimeout);
   // The others' last use of the store is this; who holds it outlives that.

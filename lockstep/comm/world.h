@@ -51,7 +51,7 @@ struct InitOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
   /// Asked while a group forms, every 50 ms, with more than 32 ranks every 500. When it says true,
   /// the wait for ranks ends by a PeerLostError: a later generation has begun without one of them.
-  /// Empty: nobody asks.
+  /// So do calls of gloo and hierarchical that wait, within 0.3 s. Any thread asks. Empty: nobody.
   std::function<bool()> cancelled = {};
   /// Gloo: the network interface to use ("eth0"); empty: GLOO_SOCKET_IFNAME, else loopback for a
   /// group on one host, else the one that reaches the master.

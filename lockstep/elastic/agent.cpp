@@ -118,7 +118,8 @@ void Agent::lose_lease() {
   ++life_;
   confirmed_.reset();
   own_.present = false;
-  if (running_ != 0) report_ = {.generation = running_, .state = Report::State::running};
+  if (report_.generation < running_)
+    report_ = {.generation = running_, .state = Report::State::running};
 }
 
 void Agent::on(const LeaseKept& kept) {
@@ -150,13 +151,13 @@ void Agent::take_generation(const std::string& value) {
 void Agent::tell_change(const GenerationRecord& before) {
   const size_t hosts = record_->members.size();
   if (record_->restarts > before.restarts)
-    say(record_->failures.back() + "; all workers start again (restart " +
+    say(record_->failures.back() + "; the job goes on (restart " +
         std::to_string(record_->restarts) + " of " + std::to_string(options_.max_restarts) + ")");
   if (hosts == 0) {
     say("fewer than " + counted(options_.min_agents, "host") + " are there; waiting up to " +
         seconds_text(options_.join_timeout) + " for others");
   } else if (hosts != before.members.size()) {
-    say("the workers start again on " + counted(static_cast<int64_t>(hosts), "host"));
+    say("the job goes on, on " + counted(static_cast<int64_t>(hosts), "host"));
   }
 }
 
@@ -181,18 +182,27 @@ void Agent::lose_job(const std::string& why) {
 
 void Agent::on(const WorkersEnded& ended) {
   if (ended.generation != running_) return;
-  using State = Report::State;
-  report_ = {.generation = running_, .state = ended.end.succeeded ? State::done : State::failed};
-  if (stopping_) {
-    report_.state = State::stopped;
-  } else if (!ended.end.succeeded) {
-    report_.exit_code = ended.end.exit_code;
-    report_.text = ended.end.text;
-    report_.can_retry = ended.end.can_retry;
-    report_.consequence = ended.end.consequence;
-  }
+  report_end(ended.end);
+  if (ended.end.others_live) return;
   running_ = 0;
   stopping_ = false;
+}
+
+/// Of the first failure, where others followed.
+void Agent::report_end(const launch::HostEnd& end) {
+  using State = Report::State;
+  const bool is_known = report_.generation > running_ ||
+                        (report_.generation == running_ && report_.state == State::failed);
+  if (is_known) return;
+  report_ = {.generation = running_, .state = end.succeeded ? State::done : State::failed};
+  if (stopping_) {
+    report_.state = State::stopped;
+  } else if (!end.succeeded) {
+    report_.exit_code = end.exit_code;
+    report_.text = end.text;
+    report_.can_retry = end.can_retry;
+    report_.consequence = end.consequence;
+  }
 }
 
 void Agent::on(const StoreOpened& opened) {
@@ -294,11 +304,14 @@ void Agent::stop(bool interrupted) {
 void Agent::follow() {
   if (running_ != 0) {
     const bool interrupted = leaving_ || (outcome_ && outcome_->kind == Finish::Kind::interrupted);
-    if (interrupted || outcome_ || running_ != record_->number) stop(interrupted);
-    return;
+    const bool is_ours = std::any_of(
+        record_->members.begin(), record_->members.end(),
+        [&](const auto& member) { return member.agent == options_.id && member.life == life_; });
+    if (interrupted || outcome_ || (running_ != record_->number && !is_ours)) stop(interrupted);
+    if (stopping_ || running_ == record_->number) return;
   }
   if (outcome_ || !record_) return;
-  report_unstarted();
+  if (running_ == 0) report_unstarted();
   const auto index = record_->index_of(options_.id);
   if (index && report_.generation < record_->number) begin(*index);
 }
@@ -323,6 +336,8 @@ void Agent::begin(size_t index) {
   const int64_t number = record_->number;
   if (record_->has_store()) {
     if (!in_contact()) return;
+    // No worker takes part in an earlier one any more.
+    if (running_ != 0) report_ = {.generation = number - 1, .state = Report::State::stopped};
     running_ = number;
     actions_.push_back(StartWorkers{record_, index});
     return;
@@ -336,7 +351,7 @@ void Agent::begin(size_t index) {
     auto next = *record_;
     next.store_address = store_->address;
     next.store_port = store_->port;
-    clear_own(next);
+    if (running_ == 0) clear_own(next);
     write(generation_, encode(next), false);
   }
 }

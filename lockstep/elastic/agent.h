@@ -62,6 +62,8 @@ class Agent {
   void take_end(const JobEnd& end);
   void lose_job(const std::string& why);
 
+  void report_end(const launch::HostEnd& end);
+
   void reconcile();
   void check_contact();
   void lose_contact();

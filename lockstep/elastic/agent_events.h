@@ -78,7 +78,8 @@ struct LeaseLost {};
 struct LeaseKept {
   Time sent;  ///< When the request was sent.
 };
-/// All workers of a generation have ended, also because StopWorkers came.
+/// All workers of a generation have ended, also because StopWorkers came; or one has failed, where
+/// the others live.
 struct WorkersEnded {
   int64_t generation = 0;
   launch::HostEnd end = {};
@@ -124,7 +125,9 @@ struct LetGoLease {};
 struct OpenStore {
   int64_t generation = 0;
 };
-/// None is there at this time. Answered by WorkersEnded.
+/// Workers of an earlier generation that are there at this time go on in this one where they can.
+/// Else they are ended first, and WorkersEnded of theirs counts for nothing. Answered by
+/// WorkersEnded.
 struct StartWorkers {
   std::shared_ptr<const GenerationRecord> record;
   size_t index = 0;  ///< Of this agent in record->members.

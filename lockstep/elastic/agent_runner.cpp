@@ -214,7 +214,7 @@ class AgentRunner : public launch::HostAgent {
     }
   }
   void on(const OpenStore& action) {
-    store_ = {};
+    earlier_store_ = std::exchange(store_, {});  // Workers may still leave its generation.
     try {
       store_ = options_.serve_store();
       handed_in_.push(StoreOpened{action.generation, store_.address, store_.port});
@@ -222,9 +222,11 @@ class AgentRunner : public launch::HostAgent {
       handed_in_.push(StoreOpened{.generation = action.generation, .error = error.what()});
     }
   }
-  void on(const StartWorkers& action) { orders_.push(order_of(action)); }
+  void on(const StartWorkers& action) { orders_.push(started_ = order_of(action)); }
   void on(const StopWorkers& action) {
-    orders_.push({.kind = HostOrder::Kind::wait, .interrupted = action.interrupted});
+    orders_.push({.kind = HostOrder::Kind::wait,
+                  .generation = started_.generation,
+                  .interrupted = action.interrupted});
   }
   void on(const Finish& action) { orders_.push(action); }
   void on(const Say& action) { options_.say(action.text); }
@@ -246,7 +248,8 @@ class AgentRunner : public launch::HostAgent {
   std::optional<Time> keep_at_;
   std::map<uint64_t, std::function<void(const Reply&)>> requests_;  ///< What takes their replies.
   std::map<uint64_t, std::string> watches_;
-  ServedStore store_;
+  ServedStore store_, earlier_store_;
+  HostOrder started_;  ///< The last one to run workers.
   std::thread thread_;
 };
 

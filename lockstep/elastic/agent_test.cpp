@@ -29,7 +29,7 @@ class Job {
     std::deque<Event> events;
     std::shared_ptr<const GenerationRecord> running = {};
     size_t index = 0;
-    int stores = 0, starts = 0;
+    int stores = 0, starts = 0, moves = 0;
     std::optional<Finish> finish = {};
   };
 
@@ -59,6 +59,12 @@ class Job {
   void succeed(const std::string& id) { end_workers(id, {.succeeded = true}); }
   void fail(const std::string& id, bool consequence = false) {
     end_workers(id, {.exit_code = 7, .text = id + " failed", .consequence = consequence});
+  }
+  /// One of a host's workers fails. The others live.
+  void lose_worker(const std::string& id) {
+    auto& host = hosts_.at(id);
+    host.events.push_back(WorkersEnded{
+        host.running->number, {.exit_code = 7, .text = id + " lost one", .others_live = true}});
   }
   void leave(const std::string& id) { hosts_.at(id).events.push_back(Leave{}); }
   void tell(const std::string& id, const Event& event) { hosts_.at(id).events.push_back(event); }
@@ -167,8 +173,7 @@ class Job {
     host.events.push_back(StoreOpened{action.generation, host.options.address, 29'400});
   }
   void act(Host& host, const StartWorkers& action) {
-    EXPECT_FALSE(host.running);
-    ++host.starts;
+    host.running ? ++host.moves : ++host.starts;
     host.running = action.record;
     host.index = action.index;
   }
@@ -315,6 +320,35 @@ TEST(ElasticAgent, AFailureOfSeveralWorkersCountsOnceForTheJob) {
   EXPECT_EQ(job.record().restarts, 1);
   EXPECT_EQ(job.record().failures.size(), 1u);
   for (const char* id : {"a", "b", "c"}) EXPECT_EQ(job.runs(id), 2);
+}
+
+TEST(ElasticAgent, WorkersThatLiveGoOnInTheNextGeneration) {
+  Job job(of_hosts(2, 3, 1));
+  for (const char* id : {"a", "b"}) job.join(id);
+  job.pass(milliseconds(400));
+  ASSERT_EQ(job.runs("b"), 1);
+  job.lose_worker("b");
+  job.pass(seconds(1));
+  for (const char* id : {"a", "b"}) {
+    EXPECT_EQ(job.runs(id), 2);
+    EXPECT_EQ(job.host(id).moves, 1) << "without an end of the others";
+  }
+  EXPECT_EQ(job.record().restarts, 1);
+  job.join("c");
+  job.pass(seconds(1));
+  EXPECT_EQ(job.runs("a"), 3);
+  EXPECT_EQ(job.host("a").moves, 2);
+  EXPECT_EQ(job.host("c").starts, 1);
+  EXPECT_EQ(job.record().earlier.size(), 1u) << "the first is known to run no more";
+  job.kill("c");
+  job.pass(seconds(3));
+  EXPECT_EQ(job.runs("b"), 4);
+  EXPECT_EQ(job.host("b").moves, 3);
+  job.lose_worker("a");
+  job.lose_worker("b");
+  job.pass(seconds(1));
+  EXPECT_EQ(job.end("a"), Finish::Kind::failure) << "no restart is left";
+  EXPECT_EQ(job.host("b").finish->exit_code, 7);
 }
 
 TEST(ElasticAgent, AnEndedJobOfTheSameRunIdIsNotOurs) {

@@ -40,6 +40,10 @@ std::filesystem::path GenerationFolder::leave_of(int worker, int64_t number) con
   return folder_ / ("left-" + std::to_string(number) + "-" + std::to_string(worker));
 }
 
+std::filesystem::path GenerationFolder::join_of(int worker, int64_t number) const {
+  return folder_ / ("joined-" + std::to_string(number) + "-" + std::to_string(worker));
+}
+
 /// Renamed into place, as the launcher reads it.
 void GenerationFolder::announce(int worker, const std::set<int>& sizes) const {
   std::string text;
@@ -57,6 +61,14 @@ bool GenerationFolder::accepts(int worker, size_t members) const {
   const auto sizes = split(read_file(mark_of(worker)), ' ');
   const auto is_it = [&](const auto& word) { return word == std::to_string(members); };
   return sizes.size() <= 1 || std::any_of(sizes.begin(), sizes.end(), is_it);
+}
+
+void GenerationFolder::join(int worker, int64_t number) const {
+  write_new_file(join_of(worker, number), {});
+}
+
+bool GenerationFolder::has_joined(int worker, int64_t number) const {
+  return is_there(join_of(worker, number));
 }
 
 void GenerationFolder::leave(int worker, int64_t number) const {
@@ -83,9 +95,38 @@ bool GenerationFolder::is_promised(int64_t number) const {
 void GenerationFolder::publish(const Generation& generation) const {
   std::string text;
   for (const int member : generation.members) text += std::to_string(member) + " ";
+  if (const auto& hosts = generation.of_hosts) {
+    text += "\n";
+    for (const int64_t number : {hosts->number, int64_t{hosts->first_rank},
+                                 int64_t{hosts->world_size}, int64_t{hosts->master_port}})
+      text += std::to_string(number) + " ";
+    text += hosts->master_addr;
+  }
   const auto aside = folder_ / "generation-new";
   write_new_file(aside, text);
   std::filesystem::rename(aside, file_of(generation.number));
+}
+
+Generation GenerationFolder::read(int64_t number) const {
+  Generation generation{.number = number, .members = {}};
+  const auto lines = split(read_file(file_of(number)), '\n');
+  for (const auto& word : split(lines.at(0), ' ')) {
+    if (const auto member = parse_int(word))
+      generation.members.push_back(static_cast<int>(*member));
+  }
+  if (lines.size() < 2) return generation;
+  const auto words = split(lines[1], ' ');
+  const auto number_at = [&](size_t at) { return parse_int(words.at(at)).value_or(0); };
+  generation.of_hosts = HostGeneration{.number = number_at(0),
+                                       .first_rank = static_cast<int>(number_at(1)),
+                                       .world_size = static_cast<int>(number_at(2)),
+                                       .master_addr = words.at(4),
+                                       .master_port = static_cast<uint16_t>(number_at(3))};
+  return generation;
+}
+
+Generation GenerationFolder::first() const {
+  return is_there(file_of(0)) ? read(0) : Generation{};
 }
 
 bool GenerationFolder::has_after(int64_t number) const {
@@ -94,12 +135,8 @@ bool GenerationFolder::has_after(int64_t number) const {
 
 std::optional<Generation> GenerationFolder::newest_after(int64_t number) const {
   if (!has_after(number)) return std::nullopt;
-  Generation newest{.number = number + 1, .members = {}};
-  while (has_after(newest.number)) ++newest.number;
-  for (const auto& word : split(read_file(file_of(newest.number)), ' ')) {
-    if (const auto member = parse_int(word)) newest.members.push_back(static_cast<int>(*member));
-  }
-  return newest;
+  while (has_after(number)) ++number;
+  return read(number);
 }
 
 }  // namespace lockstep::launch

@@ -6,6 +6,8 @@
 #include <set>
 #include <vector>
 
+#include "lockstep/launch/host_agent.h"
+
 namespace lockstep::launch {
 
 /// Where a worker finds the folder of its launcher. Not set: a failure ends the job's attempt.
@@ -16,6 +18,8 @@ struct Generation {
   int64_t number = 0;  ///< From 0, in which all workers are.
   std::vector<int>
       members;  ///< Workers by the RANK that they were started with; in ascending order.
+  /// Of a job of several hosts. The members are those of this host.
+  std::optional<HostGeneration> of_hosts = {};
 };
 
 /// The folder by which a launcher tells the workers of its host of each new generation, and a
@@ -31,6 +35,9 @@ class GenerationFolder {
   bool has_announced(int worker) const;
   /// Whether the worker, which has announced itself, joins a generation of so many members.
   bool accepts(int worker, size_t members) const;
+  /// A worker says that it is in this generation now.
+  void join(int worker, int64_t number) const;
+  bool has_joined(int worker, int64_t number) const;
   /// A worker says that a call between ranks has failed in this generation.
   void leave(int worker, int64_t number) const;
   bool has_left(int worker, int64_t number) const;
@@ -40,8 +47,11 @@ class GenerationFolder {
   /// The launcher says that this generation begins when new processes have come.
   void promise(int64_t number) const;
   bool is_promised(int64_t number) const;
-  /// Generations are numbered without a gap. Throws SystemError.
+  /// Generations are numbered without a gap. Number 0 is published for several hosts only. Throws
+  /// SystemError.
   void publish(const Generation& generation) const;
+  /// Number 0: without members, where it was not published.
+  Generation first() const;
   /// Whether there is a generation after this one.
   bool has_after(int64_t number) const;
   /// The newest one after `number`.
@@ -51,6 +61,8 @@ class GenerationFolder {
   std::filesystem::path file_of(int64_t number) const;
   std::filesystem::path mark_of(int worker) const;
   std::filesystem::path leave_of(int worker, int64_t number) const;
+  std::filesystem::path join_of(int worker, int64_t number) const;
+  Generation read(int64_t number) const;
 
   std::filesystem::path folder_;
 };

@@ -17,27 +17,28 @@ struct HostGeneration {
   uint16_t master_port = 0;
 };
 
-/// How the workers of a host came to their end.
+/// How the workers of a host came to their end, or how one did.
 struct HostEnd {
   bool succeeded = false;
   int exit_code = 0;
   std::string text = {};  ///< "rank 3 (pid 4711) was killed by SIGKILL (signal 9)", and more lines.
   bool can_retry = true;  ///< False: a restart cannot help (attempts.h).
   bool consequence = false;  ///< They lost a peer: another failure is the cause.
+  bool others_live = false;  ///< One has failed. The others wait for the next generation.
 };
 
 /// What a host's launcher is to do, as the hosts of its job have agreed.
 struct HostOrder {
   enum class Kind {
     wait,         ///< No workers.
-    run,          ///< The workers of `generation`, once.
+    run,          ///< The workers of `generation`, once. Those of an earlier one join it, or end.
     success,      ///< The job has ended, and so for the others below. No workers.
     failure,      ///< With `exit_code` and `text`: the root cause.
     interrupted,  ///< By the user, here or on another host.
     lost,         ///< It is not known how: `text` says why.
   };
   Kind kind = Kind::wait;
-  HostGeneration generation = {};
+  HostGeneration generation = {};  ///< With `wait`: its number is that of the last one to run.
   int exit_code = 0;
   std::string text = {};
   /// With `wait`: workers that still run get the time to save a checkpoint.
@@ -52,7 +53,7 @@ class HostAgent {
   /// Readable when the order may have changed since `order` was asked.
   virtual int event_fd() const = 0;
   virtual HostOrder order() = 0;
-  /// The workers of a generation have ended, and none is left.
+  /// The workers of a generation have ended, and none is left; but see HostEnd::others_live.
   virtual void ended(int64_t generation, const HostEnd& end) = 0;
   /// The user wants this host to end its part.
   virtual void leave() = 0;

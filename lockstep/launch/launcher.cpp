@@ -10,6 +10,7 @@
 #include <ctime>
 #include <exception>
 #include <future>
+#include <map>
 #include <set>
 
 #include "lockstep/base/error.h"
@@ -79,11 +80,15 @@ Job::Options job_options(const LaunchPlan& plan, bool several_hosts) {
   return options;
 }
 
-std::optional<Recovery> recovery_of(const LaunchPlan& plan) {
-  if (plan.generation_folder.empty()) return std::nullopt;
+std::set<int> ranks_of(const LaunchPlan& plan) {
   std::set<int> ranks;
   for (const auto& worker : plan.workers) ranks.insert(worker.rank);
-  return Recovery(plan.generation_folder, std::move(ranks));
+  return ranks;
+}
+
+std::optional<Recovery> recovery_of(const LaunchPlan& plan) {
+  if (plan.generation_folder.empty()) return std::nullopt;
+  return Recovery(plan.generation_folder, ranks_of(plan));
 }
 
 AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
@@ -94,6 +99,12 @@ AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
   end.before_first_step = failure->report->before_first_step;
   end.said = failure->report->message;
   return end;
+}
+
+HostEnd end_of_host(WorkerFailure failure, int signal) {
+  failure.lines_are_shown = false;  // On the consoles of other hosts.
+  const AttemptEnd end = end_of(failure, signal);
+  return {.exit_code = end.exit_code, .text = failure.text(), .can_retry = may_help(end)};
 }
 
 /// A worker that reads the terminal must not go on reading once the shell does.
@@ -124,15 +135,16 @@ std::vector<int> caught_signals(const LaunchPlan& plan) {
 
 class Launcher {
  public:
-  /// `agent`: of a job of several hosts, else null. A failure that the other workers survive is
-  /// added to `attempts`, of which it is one.
+  /// `agent`: of a job of several hosts, whose `generation` begins; else null. A failure that the
+  /// other workers survive is added to `attempts`, of which it is one.
   Launcher(const LaunchPlan& plan, SignalCatcher& signals, Attempts& attempts,
-           HostAgent* agent = nullptr)
+           HostAgent* agent = nullptr, const HostGeneration& generation = {})
       : plan_(plan),
         signals_(signals),
         attempts_(attempts),
         agent_(agent),
-        recovery_(recovery_of(plan)),
+        recovery_(agent ? std::nullopt : recovery_of(plan)),
+        generation_(generation.number),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
@@ -146,6 +158,8 @@ class Launcher {
                                                         STDERR_FILENO, one_console_ ? out_ : err_,
                                                         err_copies_));
     }
+    if (agent && !plan.generation_folder.empty())
+      host_recovery_.emplace(plan.generation_folder, ranks_of(plan), generation);
     pids_.resize(plan.workers.size(), -1);
     reports_.resize(plan.workers.size());
   }
@@ -159,6 +173,8 @@ class Launcher {
   }
   /// See Job.
   int late_signal() const { return job_.late_signal(); }
+  /// Of several hosts: the number of the last one that the workers were in.
+  int64_t generation() const { return generation_; }
   bool succeeded() const { return job_.ending() == Job::Ending::success; }
   /// Whether the failure follows from another one, as far as the worker says.
   bool is_consequence() const {
@@ -178,7 +194,8 @@ class Launcher {
                            streams_[2 * i]->worker_fd(), streams_[2 * i + 1]->worker_fd(),
                            worker.processors, worker.inherit_stdin, worker.body});
     }
-    supervisor_ = std::make_unique<Supervisor>(processes, plan_.scratch, recovery_.has_value());
+    supervisor_ =
+        std::make_unique<Supervisor>(processes, plan_.scratch, !plan_.generation_folder.empty());
     for (auto& stream : streams_) stream->started();
     if (recovery_) show_first_member(Clock::now());
   }
@@ -226,7 +243,9 @@ class Launcher {
     if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
     follow_agent(now);
+    count_the_missing(now);
     if (recovery_) look_after_generation(now);
+    if (host_recovery_ && job_.running()) kill_hanging(host_recovery_->hanging(now));
     pump(now);
     if (job_.all_ended() && !leaving_) leave_if_ready();
   }
@@ -236,8 +255,9 @@ class Launcher {
     if (drain_until_ && (!next || *drain_until_ < *next)) next = drain_until_;
     std::chrono::milliseconds interval{60'000};
     if (serving_.valid()) interval = kServedInterval;
-    if (recovery_ && job_.running())
-      interval = recovery_->expected().empty() ? kHangingInterval : kExpectedInterval;
+    const bool expects = recovery_ && !recovery_->expected().empty();
+    if ((recovery_ || host_recovery_) && job_.running())
+      interval = expects ? kExpectedInterval : kHangingInterval;
     const int64_t longest = interval.count();
     if (!next) return longest < 60'000 ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();
@@ -247,10 +267,31 @@ class Launcher {
   void follow_agent(Time now) {
     if (!agent_ || told_to_stop_ || job_.all_ended()) return;
     const auto order = agent_->order();
-    if (order.kind == HostOrder::Kind::run) return;
+    const bool runs = order.kind == HostOrder::Kind::run;
+    if (runs && order.generation.number == generation_) return;
+    if (runs && follow(order.generation, now)) return;
     told_to_stop_ = true;
     if (!order.interrupted) return send(job_.failed(now));
     send(has_passed_usr1_on_ ? job_.left(now) : job_.signalled(SIGTERM, now));
+  }
+
+  /// True: the workers that live go on in this generation, and new processes beside them.
+  bool follow(const HostGeneration& next, Time now) {
+    bool all_there = host_recovery_ && job_.running();
+    for (size_t i = 0; i < pids_.size(); ++i)
+      all_there = all_there && !job_.end_of(static_cast<int>(i));
+    const auto missing = all_there ? host_recovery_->follow(next, now) : std::nullopt;
+    if (!missing) return false;
+    generation_ = next.number;
+    if (plan_.on_generation) plan_.on_generation(next);
+    for (const auto& entry : std::exchange(missing_, {})) start_again(entry.first);
+    return true;
+  }
+
+  /// The job ends without those that others have waited for.
+  void count_the_missing(Time now) {
+    if (job_.running()) return;
+    for (const auto& [index, end] : std::exchange(missing_, {})) send(job_.ended(index, end, now));
   }
 
   void stop_and_continue() {
@@ -317,12 +358,14 @@ class Launcher {
   bool recover(int index, const WorkerEnd& end) {
     const auto& report = reports_[static_cast<size_t>(index)];
     const bool because_of_others = end.consequence || (report && report->failure);
-    if (!recovery_ || !job_.running() || end.left_by_usr1() || because_of_others) return false;
+    const bool may = recovery_ || host_recovery_;
+    if (!may || !job_.running() || end.left_by_usr1() || because_of_others) return false;
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
+    if (!may_help(end_of(failure, 0))) return false;
+    if (host_recovery_) return recover_with_hosts(index, end, failure);
     const bool replaced = attempts_.current() < attempts_.max_restarts;
-    if (!may_help(end_of(failure, 0)) || !recovery_->go_on_without(worker.rank, replaced))
-      return false;
+    if (!recovery_->go_on_without(worker.rank, replaced)) return false;
     tell(index, end, true, replaced);
     attempts_.failures.push_back(failure.line());
     std::string text = plan_.told_by + failure.line() + "; the others ";
@@ -339,11 +382,23 @@ class Launcher {
     return true;
   }
 
+  bool recover_with_hosts(int index, const WorkerEnd& end, const WorkerFailure& failure) {
+    if (!host_recovery_->go_on_without(failure.rank)) return false;
+    missing_[index] = end;
+    tell(index, end, true, true);
+    HostEnd told = end_of_host(failure, 0);
+    told.others_live = true;
+    agent_->ended(generation_, told);
+    return true;
+  }
+
   void look_after_generation(Time now) {
     recovery_->admit();
     show_first_member(now);
-    if (!job_.running()) return;
-    const auto hanging = recovery_->hanging(now);
+    if (job_.running()) kill_hanging(recovery_->hanging(now));
+  }
+
+  void kill_hanging(const std::set<int>& hanging) {
     for (size_t i = 0; i < pids_.size(); ++i) {
       if (hanging.count(plan_.workers[i].rank) == 0 || pids_[i] <= 0) continue;
       log_warning(plan_.told_by + "rank " + std::to_string(plan_.workers[i].rank) +
@@ -369,7 +424,7 @@ class Launcher {
     GenerationFolder(plan_.generation_folder).forget(worker.rank);
     reports_[static_cast<size_t>(index)].reset();
     supervisor_->start_again(index);
-    recovery_->expect(worker.rank);
+    if (recovery_) recovery_->expect(worker.rank);
   }
 
   /// When all members are done, nobody waits for a new process.
@@ -463,6 +518,10 @@ class Launcher {
   Attempts& attempts_;
   HostAgent* const agent_;
   std::optional<Recovery> recovery_;
+  // Of a job of several hosts.
+  std::optional<HostRecovery> host_recovery_;
+  int64_t generation_;
+  std::map<int, WorkerEnd> missing_;  ///< Workers that have failed in it, while the others wait.
   OutputQueue out_;
   OutputQueue err_;
   bool one_console_;
@@ -550,8 +609,12 @@ class HostLaunch {
   void run(SignalCatcher& signals) {
     while (true) {
       const HostOrder order = agent_.order();
-      if (order.kind == HostOrder::Kind::run && order.generation.number != last_) {
+      const bool is_new = order.generation.number > last_;
+      if (order.kind == HostOrder::Kind::run && is_new) {
         run_generation(order.generation, signals);
+      } else if (order.kind == HostOrder::Kind::wait && is_new) {
+        last_ = order.generation.number;  // It was over before any worker started.
+        agent_.ended(last_, {});
       } else if (has_ended(order)) {
         return;
       } else {
@@ -595,28 +658,27 @@ class HostLaunch {
     last_ = generation.number;
     const LaunchPlan plan = plan_of_(generation);
     Attempts attempts;
-    Launcher launcher(plan, signals, attempts, &agent_);
+    Launcher launcher(plan, signals, attempts, &agent_, generation);
     HostEnd end;
     try {
       const auto failure = launcher.run();
-      end = end_of_host(failure, launcher);
+      end = end_of_launch(failure, launcher);
     } catch (const InterruptedError& error) {
       signal_ = error.signal_number();
       agent_.leave();
     } catch (const std::exception& error) {
       end = {.exit_code = exit_code_of(error), .text = error.what(), .can_retry = false};
     }
+    last_ = launcher.generation();
     agent_.ended(last_, end);
   }
 
-  static HostEnd end_of_host(std::optional<WorkerFailure> failure, const Launcher& launcher) {
+  static HostEnd end_of_launch(const std::optional<WorkerFailure>& failure,
+                               const Launcher& launcher) {
     if (!failure) return {.succeeded = launcher.succeeded()};
-    failure->lines_are_shown = false;  // On the consoles of other hosts.
-    const AttemptEnd end = end_of(failure, launcher.late_signal());
-    return {.exit_code = end.exit_code,
-            .text = failure->text(),
-            .can_retry = may_help(end),
-            .consequence = launcher.is_consequence()};
+    HostEnd end = end_of_host(*failure, launcher.late_signal());
+    end.consequence = launcher.is_consequence();
+    return end;
   }
 
   HostAgent& agent_;

@@ -84,8 +84,11 @@ struct LaunchPlan {
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
   /// The GenerationFolder, which workers find by kGenerationFolderVariable. When one fails of
   /// itself, the others go on without it if they have announced that they can, and a new process
-  /// takes its place while restarts are left. Empty: a failure ends the attempt.
+  /// takes its place while restarts are left. On several hosts all of them begin the next
+  /// generation, and who lives goes on there. Empty: a failure ends the attempt.
   std::filesystem::path generation_folder = {};
+  /// Is told of each generation of several hosts in which the workers go on. May be empty.
+  std::function<void(const HostGeneration&)> on_generation = {};
   /// Of standard output that goes to the console, only that of the generation's rank 0 does.
   bool shows_first_member = false;
   std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
@@ -139,7 +142,8 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
 /// One attempt.
 void launch(const LaunchPlan& plan);
 /// The same for a host of a job that several share: runs the workers whenever `agent` says so, and
-/// stops them when it says so. `plan_of` gives the plan of each generation, with these `signals`.
+/// stops them when it says so. `plan_of` gives the plan of each generation in which workers start
+/// anew, with these `signals`.
 /// Returns and throws when the job has ended, as above.
 void launch(HostAgent& agent, const std::vector<int>& signals,
             const std::function<LaunchPlan(const HostGeneration&)>& plan_of);

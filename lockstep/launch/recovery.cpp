@@ -1,6 +1,7 @@
 #include "lockstep/launch/recovery.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace lockstep::launch {
 
@@ -76,6 +77,54 @@ void Recovery::publish() {
   waits_ = false;
   left_since_.reset();
   folder_.publish({.number = ++number_, .members = {members_.begin(), members_.end()}});
+}
+
+HostRecovery::HostRecovery(const std::filesystem::path& folder, std::set<int> workers,
+                           const HostGeneration& first)
+    : folder_(folder), workers_(std::move(workers)) {
+  publish(first);
+}
+
+void HostRecovery::publish(const HostGeneration& generation) {
+  folder_.publish({number_, {workers_.begin(), workers_.end()}, generation});
+}
+
+bool HostRecovery::all_that_live(const std::function<bool(int)>& are) const {
+  return std::all_of(workers_.begin(), workers_.end(), [&](int worker) {
+    const bool starts = replaced_.count(worker) > 0 && !folder_.has_announced(worker);
+    return missing_.count(worker) > 0 || starts || are(worker);
+  });
+}
+
+bool HostRecovery::go_on_without(int worker) {
+  missing_.insert(worker);
+  const bool can = missing_.size() < workers_.size() &&
+                   all_that_live([&](int other) { return folder_.has_announced(other); });
+  can ? folder_.promise(number_ + 1) : void(missing_.erase(worker));
+  return can;
+}
+
+std::optional<std::set<int>> HostRecovery::follow(const HostGeneration& next, Time now) {
+  const auto size = static_cast<size_t>(next.world_size);
+  const bool can = all_that_live(
+      [&](int worker) { return folder_.has_announced(worker) && folder_.accepts(worker, size); });
+  if (!can) return std::nullopt;
+  for (const int worker : missing_) folder_.forget(worker);
+  replaced_.insert(missing_.begin(), missing_.end());
+  published_at_ = now;
+  ++number_;
+  publish(next);
+  return std::exchange(missing_, {});
+}
+
+std::set<int> HostRecovery::hanging(Time now) {
+  if (number_ == 0 || now < published_at_ + kJoin) return {};
+  std::set<int> hanging;
+  for (const int worker : workers_) {
+    if (!missing_.count(worker) && !folder_.has_joined(worker, number_)) hanging.insert(worker);
+  }
+  published_at_ = now;  // Not to be named again at once.
+  return hanging;
 }
 
 }  // namespace lockstep::launch

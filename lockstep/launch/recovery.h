@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <optional>
 #include <set>
 #include <vector>
@@ -54,6 +55,39 @@ class Recovery {
   std::set<int> expected_;
   bool waits_ = false;
   std::optional<std::chrono::steady_clock::time_point> left_since_;
+};
+
+/// The same for a host of a job of several. The hosts agree on generations, and this tells the
+/// workers of their host. All of these are in each. One thread.
+class HostRecovery {
+ public:
+  using Time = std::chrono::steady_clock::time_point;
+  /// Who is not in a generation so long after it began hangs.
+  static constexpr std::chrono::seconds kJoin{60};
+
+  /// The workers begin in `first`.
+  HostRecovery(const std::filesystem::path& folder, std::set<int> workers,
+               const HostGeneration& first);
+
+  /// A worker has failed. True: the others wait for the next generation. False: none is left, or
+  /// one has not announced that it can go on.
+  bool go_on_without(int worker);
+  /// Publishes the next generation. Returns the workers in whose place new processes are to start.
+  /// None: not all that live go on in it, and nothing was published.
+  std::optional<std::set<int>> follow(const HostGeneration& next, Time now);
+  /// Workers that hang.
+  std::set<int> hanging(Time now);
+
+ private:
+  void publish(const HostGeneration& generation);
+  bool all_that_live(const std::function<bool(int)>& are) const;
+
+  GenerationFolder folder_;
+  const std::set<int> workers_;
+  int64_t number_ = 0;
+  std::set<int> missing_;
+  std::set<int> replaced_;  ///< They join the newest generation when they have started.
+  Time published_at_{};
 };
 
 }  // namespace lockstep::launch

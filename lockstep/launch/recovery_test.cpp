@@ -120,5 +120,44 @@ TEST_F(RecoveryTest, WorkersThatAnnouncedNothingAreToldNothing) {
   EXPECT_FALSE(folder_.has_after(0));
 }
 
+TEST_F(RecoveryTest, WorkersOfAHostGoOnInTheGenerationsOfAllHosts) {
+  const HostGeneration first{
+      .number = 7, .first_rank = 4, .world_size = 9, .master_addr = "::1", .master_port = 29'400};
+  HostRecovery hosts(directory_.path(), {4, 5, 6}, first);
+  const auto begin = folder_.first();
+  EXPECT_EQ(begin.members, (std::vector<int>{4, 5, 6}));
+  ASSERT_TRUE(begin.of_hosts);
+  EXPECT_EQ(begin.of_hosts->number, 7);
+  EXPECT_EQ(begin.of_hosts->first_rank, 4);
+  EXPECT_EQ(begin.of_hosts->world_size, 9);
+  EXPECT_EQ(begin.of_hosts->master_addr, "::1");
+  EXPECT_EQ(begin.of_hosts->master_port, 29'400);
+
+  const HostRecovery::Time now{};
+  HostGeneration next = first;
+  next.number = 9;
+  EXPECT_FALSE(hosts.follow(next, now)) << "nobody has announced itself";
+  EXPECT_FALSE(hosts.go_on_without(5));
+  announce({4, 6});
+  folder_.announce(5, {9, 12});
+  EXPECT_TRUE(hosts.go_on_without(4));
+  EXPECT_TRUE(folder_.is_promised(1));
+  next.world_size = 6;
+  EXPECT_FALSE(hosts.follow(next, now)) << "with which 5 does not go on";
+  next.world_size = 12;
+  EXPECT_EQ(hosts.follow(next, now), std::set<int>{4});
+  EXPECT_FALSE(folder_.has_announced(4)) << "a new process does so itself";
+  EXPECT_EQ(members_after(0), (std::vector<int>{4, 5, 6}));
+  EXPECT_EQ(folder_.newest_after(0)->of_hosts->number, 9);
+
+  EXPECT_TRUE(hosts.go_on_without(6)) << "while the new process starts";
+  EXPECT_EQ(hosts.follow(next, now), std::set<int>{6});
+  folder_.join(5, 2);
+  EXPECT_TRUE(hosts.hanging(now + HostRecovery::kJoin - std::chrono::seconds(1)).empty());
+  EXPECT_EQ(hosts.hanging(now + HostRecovery::kJoin), (std::set<int>{4, 6}));
+  EXPECT_TRUE(hosts.go_on_without(4) && hosts.go_on_without(6));
+  EXPECT_FALSE(hosts.go_on_without(5)) << "none is left";
+}
+
 }  // namespace recovery_test
 }  // namespace lockstep::launch

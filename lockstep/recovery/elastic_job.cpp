@@ -33,6 +33,8 @@ using launch::GenerationFolder;
 
 /// From a failure on: the launcher sees the end of a process at once, and publishes.
 constexpr std::chrono::seconds kPatience{5};
+/// A host that has vanished is noticed by the end of its lease.
+constexpr std::chrono::seconds kPatienceOverHosts{30};
 
 at::Tensor bytes_of(const torch::optim::Optimizer& optimizer) {
   torch::serialize::OutputArchive archive;
@@ -82,6 +84,7 @@ class ElasticJob::Impl {
       : options_(options),
         sizes_(std::move(sizes)),
         folder_(folder_of_launcher()),
+        first_(folder_ ? folder_->first() : Generation{}),
         worker_(static_cast<int>(env_int("RANK").value_or(0))) {}
 
   void add(const std::string& name, Part part) {
@@ -116,7 +119,7 @@ class ElasticJob::Impl {
     if (folder_) folder_->leave(worker_, number_);
   }
   int64_t commits() const { return progress_.commits; }
-  int64_t generation() const { return number_; }
+  int64_t generation() const { return progress_.begins ? 0 : std::max<int64_t>(number_, 1); }
 
   std::shared_ptr<const void> kept;
 
@@ -135,15 +138,12 @@ class ElasticJob::Impl {
 
   /// A process that takes a dead one's place waits until it is a member.
   std::optional<Generation> first_generation() {
-    if (!folder_ || !(folder_->has_after(0) || folder_->is_promised(1))) {
-      progress_.complete = true;
-      return Generation{};
-    }
-    return await_generation(kPatience);
+    if (!folder_ || !(folder_->has_after(0) || folder_->is_promised(1))) return first_;
+    return await_generation();
   }
 
   std::optional<Generation> next_generation() {
-    auto next = await_generation(kPatience);
+    auto next = await_generation();
     if (!next && failure_) std::rethrow_exception(failure_);
     return next;
   }
@@ -154,7 +154,8 @@ class ElasticJob::Impl {
   }
 
   /// The newest one after this, if this process is a member.
-  std::optional<Generation> await_generation(std::chrono::milliseconds patience) const {
+  std::optional<Generation> await_generation() const {
+    const std::chrono::milliseconds patience = first_.of_hosts ? kPatienceOverHosts : kPatience;
     const auto timeout =
         std::chrono::milliseconds(options_.init.timeout.value_or(std::chrono::minutes(2)));
     const auto begin = Clock::now();
@@ -185,6 +186,13 @@ class ElasticJob::Impl {
     options.cancelled = [folder = folder_, number = generation.number] {
       return folder && (folder->has_after(number) || folder->is_promised(number + 1));
     };
+    if (const auto& hosts = generation.of_hosts) {
+      options.store = tcp_store({.host = hosts->master_addr, .port = hosts->master_port});
+      options.generation = hosts->number;
+      options.rank = hosts->first_rank + rank_in(generation);
+      options.world_size = hosts->world_size;
+      return options;
+    }
     if (generation.number == 0) return options;
     if (!store_) store_ = store_of_launcher();
     options.store = store_;
@@ -197,10 +205,12 @@ class ElasticJob::Impl {
   /// True: all ranks are done. False: the ranks meet anew, if there is a generation after this.
   bool run_generation(const Generation& generation, const std::function<void(World&)>& train) {
     failure_ = nullptr;
+    if (folder_) folder_->join(worker_, generation.number);
     try {
       World world = init(init_options(generation));
-      if (generation.number == 0) launch::seed_ranks(world, options_);
-      progress_ = detail::share_state(parts_, progress_, world.group());
+      const bool may_begin = generation.number == 0 || generation.of_hosts;
+      progress_ = detail::share_state(parts_, progress_, world.group(), may_begin);
+      if (progress_.begins) launch::seed_ranks(world, options_);
       keep_numbers();
       train(world);
       world.group().barrier();
@@ -219,6 +229,7 @@ class ElasticJob::Impl {
   const StartOptions options_;
   const std::set<int> sizes_;
   const std::optional<GenerationFolder> folder_;
+  const Generation first_;
   const int worker_;  ///< The RANK that it was started with.
   std::vector<detail::NamedPart> parts_;
   std::vector<Number> numbers_;

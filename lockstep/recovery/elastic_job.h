@@ -49,8 +49,8 @@ class GenerationEnded : public Error {
 ///       }
 ///     });
 ///
-/// That holds for the ranks of one host which this program, started by hand, or `lockstep run` has
-/// started. Under other launchers, and on several hosts, `run` has one generation, and a rank's
+/// That holds for the ranks which this program, started by hand, or `lockstep run` has started, the
+/// latter also on several hosts. Under other launchers `run` has one generation, and a rank's
 /// failure ends it as ever. One thread.
 class ElasticJob {
  public:
@@ -86,7 +86,7 @@ class ElasticJob {
   /// pass what calls between ranks throw.
   ///
   /// Throws what `train` and `init` throw. After a PeerLostError or TimeoutError it first waits 5 s
-  /// for a next generation.
+  /// for a next generation, and 30 s where there are several hosts.
   void run(const std::function<void(World&)>& train);
 
   /// Says that a step is done, on every rank after each optimizer step. No call between ranks may
@@ -98,7 +98,7 @@ class ElasticJob {
   void leave();
   /// Steps that were committed, on whichever ranks.
   int64_t commits() const;
-  /// The number of the generation, from 0.
+  /// The number of the generation, as this host counts. 0: no rank had a state when it began.
   int64_t generation() const;
 
   /// What one generation leaves to the next in this process, for code that shares it by itself, as

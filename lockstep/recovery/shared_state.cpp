@@ -60,7 +60,7 @@ void expect_same_parts(const std::vector<json>& ranks) {
 }  // namespace
 
 StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgress& own,
-                          const ProcessGroup& group) {
+                          const ProcessGroup& group, bool may_begin) {
   json names = json::array();
   for (const auto& named : parts) names.push_back(named.name);
   const auto ranks = group.all_gather_object(
@@ -74,6 +74,7 @@ StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgre
     most = commits;
     source = static_cast<int>(rank);
   }
+  if (source < 0 && may_begin) return {.complete = true, .commits = 0, .begins = true};
   if (source < 0)
     throw Error("ElasticJob: no rank has the state: those that had it have ended",
                 "with max_restarts all ranks start again; save snapshots to go on from");

@@ -18,13 +18,14 @@ struct NamedPart {
 struct StateProgress {
   bool complete = false;  ///< Not that of a process that has just begun.
   int64_t commits = 0;
+  bool begins = false;  ///< No rank had a state.
 };
 
 /// Gives all ranks the state of one that is furthest, where they differ. A rank's state changes
 /// only once it has received all of it. Returns the progress, the same on all ranks. Collective.
-/// Throws Error where no rank's state is complete, and MismatchError where the parts have other
-/// names.
+/// Where no rank's state is complete all begin; unless they `may_begin` it throws Error. Throws
+/// MismatchError where the parts have other names.
 StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgress& own,
-                          const ProcessGroup& group);
+                          const ProcessGroup& group, bool may_begin = false);
 
 }  // namespace lockstep::detail

@@ -57,8 +57,12 @@ TEST_P(SharedState, IsLeftAloneWhereAllAreAlike) {
   });
 }
 
-TEST_P(SharedState, OfNobodyIsAnError) {
-  run_group(2, [](const ProcessGroup& group) { EXPECT_THROW(share_state({}, {}, group), Error); });
+TEST_P(SharedState, OfNobodyIsAnErrorUnlessAllMayBegin) {
+  run_group(2, [](const ProcessGroup& group) {
+    EXPECT_THROW(share_state({}, {}, group), Error);
+    const auto progress = share_state({}, {}, group, /*may_begin=*/true);
+    EXPECT_TRUE(progress.complete && progress.begins);
+  });
 }
 
 TEST_P(SharedState, PartsOfOtherNamesAreAMismatch) {

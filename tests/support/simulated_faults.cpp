@@ -60,7 +60,7 @@ void SimulatedWorld::fault() {
       break;
     default:
       if (const auto victim = pick([](const Host& h) { return h.running != 0 && !h.stopping; }))
-        workers_end(*victim, false, false);
+        chance(0.5) ? workers_end(*victim, false, false) : worker_fails(*victim);
   }
 }
 
@@ -134,7 +134,14 @@ void SimulatedWorld::expect_success() {
     if (stays && has_place) ++there;
   }
   const bool undecided = !rules_.record().ended() && !registry_gone_;
-  const bool blocked = limits.embedded_registry && !rules_.record().earlier.empty();
+  const auto& earlier = rules_.record().earlier;
+  const bool blocked =
+      limits.embedded_registry && std::any_of(earlier.begin(), earlier.end(), [&](const auto& one) {
+        return std::none_of(one.agents.begin(), one.agents.end(), [&](const std::string& id) {
+          const auto& host = hosts_[index_.at(id)];
+          return host.alive && !host.finish;
+        });
+      });
   success_expected_ = undecided && !blocked && there >= limits.min_agents;
 }
 

@@ -375,8 +375,9 @@ void SimulatedWorld::act(size_t i, const StartWorkers& action) {
   auto& host = hosts_[i];
   const int64_t number = action.record->number;
   trace(i, "starts workers of " + std::to_string(number));
-  require(host.running == 0, "an agent runs two generations");
+  require(!host.stopping || host.running == 0, "workers that stop start again");
   rules_.workers_start(action, host.id, host.last_started);
+  if (host.running != 0) leave_generation(i);
   host.running = host.last_started = number;
   host.stopping = false;
   ++host.worker_epoch;
@@ -450,6 +451,25 @@ void SimulatedWorld::workers_end(size_t i, bool succeeded, bool consequence) {
   deliver(i, WorkersEnded{number, end});
 }
 
+/// Its workers go on in a later one, or end before that begins.
+void SimulatedWorld::leave_generation(size_t i) {
+  const int64_t number = std::exchange(hosts_[i].running, 0);
+  --generations_[number].running;
+  break_generation(number);
+}
+
+/// One has failed. The others wait for the next generation.
+void SimulatedWorld::worker_fails(size_t i) {
+  const int64_t number = hosts_[i].running;
+  trace(i, "a worker fails");
+  rules_.has_failed(number);
+  break_generation(number);
+  deliver(i, WorkersEnded{number,
+                          {.exit_code = SimulationRules::kWorkerExitCode,
+                           .text = hosts_[i].id + " lost a worker in " + std::to_string(number),
+                           .others_live = true}});
+}
+
 /// The others lose a peer, and notice it sooner or later.
 void SimulatedWorld::break_generation(int64_t number) {
   auto& generation = generations_[number];
@@ -458,7 +478,9 @@ void SimulatedWorld::break_generation(int64_t number) {
   for (const auto& member : generation.record->members) {
     const size_t i = index_.at(member.agent);
     if (hosts_[i].running != number) continue;
-    after(between(milliseconds(1), milliseconds(4'000)), [=, this] {
+    // Or they wait for the next generation, but not for ever.
+    const Duration patience = chance(0.5) ? Duration(kRendezvous) : Duration(0);
+    after(patience + between(milliseconds(1), milliseconds(4'000)), [=, this] {
       if (!hosts_[i].alive || hosts_[i].running != number || hosts_[i].stopping) return;
       workers_end(i, false, chance(0.8));
     });

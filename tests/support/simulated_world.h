@@ -127,6 +127,8 @@ class SimulatedWorld {
   // Workers.
   void begin(int64_t number);
   void workers_end(size_t i, bool succeeded, bool consequence);
+  void leave_generation(size_t i);
+  void worker_fails(size_t i);
   void break_generation(int64_t number);
 
   // Faults.

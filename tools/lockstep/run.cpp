@@ -276,7 +276,8 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
 
 /// A job of this host alone.
 void run_here(const RunOptions& options, LogFolders& logs,
-              const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of) {
+              const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of,
+              EventLog&) {
   launch::RankLayout layout = layout_of(options);
   UniqueFd listener = launch::listen_for_ranks(layout);
   const auto attempt_plan = [&](int attempt) {
@@ -297,12 +298,19 @@ void run_here(const RunOptions& options, LogFolders& logs,
 
 /// This host's part in a job of several.
 void run_with_others(const RunOptions& options, LogFolders& logs,
-                     const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of) {
+                     const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of,
+                     EventLog& events) {
   const auto agent = join_job(options);
   int attempt = 0;
   launch::launch(*agent, options.signals, [&](const launch::HostGeneration& generation) {
     logs.begin(attempt++, options.nproc);
-    return plan_of(layout_of(options, generation));
+    auto plan = plan_of(layout_of(options, generation));
+    plan.on_generation = [&](const launch::HostGeneration& next) {
+      events.begin(layout_of(options, next), true);
+    };
+    if (options.max_restarts > 0 || options.min_nodes < options.nodes)
+      plan.generation_folder = logs.generations();
+    return plan;
   });
 }
 
@@ -335,7 +343,7 @@ int run_command(const std::vector<std::string>& args) {
     return plan;
   };
   try {
-    (options->has_meeting() ? run_with_others : run_here)(*options, logs, plan_of);
+    (options->has_meeting() ? run_with_others : run_here)(*options, logs, plan_of, events);
   } catch (const std::exception& error) {
     events.end(error.what());
     throw;

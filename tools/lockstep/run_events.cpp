@@ -24,10 +24,10 @@ Json exit_code_of(const launch::WorkerEvent& worker) {
 
 }  // namespace
 
-void EventLog::begin(const launch::RankLayout& layout) {
+void EventLog::begin(const launch::RankLayout& layout, bool live_on) {
   const bool restarts = layout.restart_count > layout_.restart_count;
   layout_ = layout;
-  const char* again = restarts ? "RESTART" : "MEMBERSHIP_CHANGE";
+  const char* again = !restarts ? "MEMBERSHIP_CHANGE" : live_on ? "REPLACEMENT" : "RESTART";
   write(std::exchange(begun_, true) ? again : "RENDEZVOUS", "", nullptr);
 }
 
@@ -35,7 +35,8 @@ void EventLog::tell(const launch::WorkerEvent& worker) {
   if (!worker.end) return write("START", "", &worker);
   if (worker.end->succeeded()) return write("SUCCEEDED", "", &worker);
   write(worker.end->after_stop ? "TERMINATED" : "FAILED", worker.error, &worker);
-  if (!worker.others_go_on) return;
+  // On several hosts the next generation tells it.
+  if (!worker.others_go_on || options_.has_meeting()) return;
   if (worker.is_replaced) ++layout_.restart_count;
   write(worker.is_replaced ? "REPLACEMENT" : "MEMBERSHIP_CHANGE", "", nullptr);
 }

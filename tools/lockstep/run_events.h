@@ -18,8 +18,8 @@ class EventLog {
  public:
   /// `options` must outlive it.
   explicit EventLog(const RunOptions& options) : options_(options) {}
-  /// The ranks are about to start.
-  void begin(const launch::RankLayout& layout);
+  /// The ranks are about to start. `live_on`: or some, beside those that live.
+  void begin(const launch::RankLayout& layout, bool live_on = false);
   void tell(const launch::WorkerEvent& worker);
   /// `error`: empty after a success.
   void end(const std::string& error) const;

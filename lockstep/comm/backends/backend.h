@@ -68,7 +68,8 @@ struct BackendOptions {
   /// when it leaves. Null: nobody counts.
   std::shared_ptr<const std::atomic<int64_t>> steps = {};
   /// Called again and again, while it forms, with the members that are waited for. Throws when one
-  /// of them was lost. A wait of `store` does so by itself.
+  /// of them was lost. A wait of `store` does so by itself. hierarchical: later with none, on a
+  /// thread of its own, where it throws what `cancelled` of InitOptions tells and asks no store.
   std::function<void(const std::vector<int>& missing)> look = {};
 };
 

@@ -173,6 +173,7 @@ class CheckedWork final : public TranslatedWork {
           std::rethrow_exception(translate(now, timeout));
       }
       if (inner().isCompleted()) continue;
+      if (report_.context->seen_failure()) give_up({}, timeout);
       const auto died = report_.context->died();
       if (died.empty()) {
         seen.reset();

@@ -70,7 +70,8 @@ std::optional<CheckpointFolder> snapshot_folder(const RunConfig& config) {
   fs::path path = "/dev/shm/" + shared_prefix() + folder_key(config.checkpoint_dir);
   if (config.checkpoint_dir.empty()) {
     const auto of_launcher = env_string(launch::kGenerationFolderVariable);
-    if (!of_launcher) return std::nullopt;
+    if (!of_launcher || launch::GenerationFolder(*of_launcher).first().of_hosts)
+      return std::nullopt;  // One that all hosts share is needed.
     path = fs::path(*of_launcher) / "snapshots";
   }
   return CheckpointFolder(path, /*keep=*/1, checkpoint_hash(config.checkpoint_hash));

@@ -119,14 +119,30 @@ bool can_live_on(const RunConfig& config, const std::string& command) {
   return command == "lockstep train" && is_on_cpu(config);
 }
 
+/// Each rank has all of the state.
+bool has_whole_state(const RunConfig& config) {
+  return config.strategy == "dp" ||
+         (config.strategy == "ddp" && config.logical_shards == 0 && config.optimizer != "lbfgs");
+}
+
+/// Whether this rank is of a job of several hosts whose ranks can live on.
+bool is_over_hosts() {
+  const auto folder = env_string(launch::kGenerationFolderVariable);
+  return folder && launch::GenerationFolder(*folder).first().of_hosts;
+}
+
 /// With how many of `ranks` training goes on.
 std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
-  const auto fewest = static_cast<int>(config.min_ranks.value_or(ranks));
+  // Hosts that come may have more, and --nnodes says how many go on.
+  constexpr int kMostOverHosts = 4096;
+  const bool over_hosts = is_over_hosts();
+  if (over_hosts && !config.min_ranks && !config.global_batch_size) return {};
+  const auto fewest = static_cast<int>(config.min_ranks.value_or(over_hosts ? 1 : ranks));
   if (fewest > ranks)
     throw UsageError("--min-ranks " + std::to_string(fewest) + " is more than the " +
                      counted(ranks, "rank") + " of this run");
   std::set<int> sizes{ranks};
-  for (int size = fewest; size < ranks; ++size) {
+  for (int size = fewest; size < (over_hosts ? kMostOverHosts : ranks); ++size) {
     const int64_t batches = size * config.accumulate_grad_batches;
     if (config.global_batch_size.value_or(0) % batches == 0) sizes.insert(size);
   }
@@ -240,11 +256,8 @@ void finish_config(RunConfig& config) {
 }
 
 void choose_snapshots(RunConfig& config) {
-  const bool is_whole =
-      config.strategy == "dp" ||
-      (config.strategy == "ddp" && config.logical_shards == 0 && config.optimizer != "lbfgs");
   const bool recovers = config.max_restarts > 0 || may_recover(config);
-  if (recovers && is_on_cpu(config) && !is_whole && config.snapshot_every == 0)
+  if (recovers && is_on_cpu(config) && !has_whole_state(config) && config.snapshot_every == 0)
     config.snapshot_every = kSnapshotEvery;
 }
 
@@ -257,8 +270,11 @@ int run_ranks(const RunConfig& config, const std::string& command,
   const InitOptions options = init_options(config);
   // Threads and processors, before init() makes threads.
   apply(choose_placement(config.threads, config.bind_to, read_job_environment()));
-  if (may_recover(config) && can_live_on(config, command) &&
-      env_string(launch::kGenerationFolderVariable)) {
+  const bool over_hosts = is_over_hosts();
+  const bool recovers =
+      over_hosts ? has_whole_state(config)
+                 : may_recover(config) && env_string(launch::kGenerationFolderVariable).has_value();
+  if (recovers && can_live_on(config, command)) {
     run_generations(config, options, body);
     return 0;
   }

@@ -107,6 +107,7 @@ Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout,
       group_name_(options.group_name),
       steps_(options.steps),
       checks_(std::move(checks)),
+      look_(options.look),
       links_(make_links(options)),
       group_(local_options(options, layout_), local_meeting(options, layout_)) {
   static_assert(sizeof(Frame) == 1024);
@@ -361,6 +362,11 @@ void Hierarchy::look_around() {
       links_->tell_left(end);
       told_left_[at] = true;
     }
+  }
+  try {
+    if (look_) look_({});
+  } catch (const CommError& error) {
+    hear(error.failure());
   }
   for (const Failure& left : left_elsewhere_)
     if (!left.ranks.empty() && left.ranks[0].calls < call_number_) hear(left);

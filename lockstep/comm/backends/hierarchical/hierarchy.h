@@ -145,6 +145,7 @@ class Hierarchy {
   const std::string group_name_;
   const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
   const std::shared_ptr<CheckContext> checks_;
+  const std::function<void(const std::vector<int>&)> look_;  ///< BackendOptions::look.
   /// Null on a rank that does not lead. Made before what may wait for a host that is lost
   /// meanwhile.
   std::unique_ptr<HostLinks> links_;
