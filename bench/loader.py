@@ -13,7 +13,7 @@ def main():
     config = common.config()
     dataset = common.Mnist(config["folder"], "train")
     sampler = DistributedSampler(dataset, num_replicas=1, rank=0)
-    loader = DataLoader(dataset, config["batch_size"], sampler=sampler, num_workers=config["workers"])
+    loader = DataLoader(dataset, config["batch_size"], sampler=sampler)
 
     def samples_per_second(epoch, batches):
         sampler.set_epoch(epoch)

@@ -1,12 +1,11 @@
 """The twin of `lockstep bench recovery`'s worker, under torchrun: DDP over gloo, which saves every so many steps and goes
-on from there after a restart. Each process writes 64-bit numbers into the folder: `begun-PID` has for each batch the
-attempt, step, epoch, number of samples and these; `finished-PID` the attempt, step (-1: a failure was noticed) and
-time in nanoseconds of each finished step. `weights` has the hash of the weights after each epoch."""
+on from there after a restart. Into the folder's file `steps-PID` each process writes a line for each finished step: the
+attempt, the step (-1: a failure was noticed), its samples on all ranks, and the time in nanoseconds. `weights` has the
+hash of the weights after each epoch."""
 
 import hashlib
 import os
 import pathlib
-import struct
 import time
 
 import common
@@ -14,19 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-
-
-class Numbered(Dataset):
-    def __init__(self, folder):
-        self.data = common.Mnist(folder, "train")
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        return *self.data[index], index
 
 
 class Rest(torch.utils.data.Sampler):
@@ -39,7 +27,7 @@ class Rest(torch.utils.data.Sampler):
         return iter(list(self.sampler)[self.done:])
 
 
-def train(config, log, attempt):
+def train(config, log):
     folder, saved = pathlib.Path(config["folder"]), pathlib.Path(config["folder"], "saved.pt")
     rank, ranks, batch = dist.get_rank(), dist.get_world_size(), 64
     torch.manual_seed(0)
@@ -50,19 +38,18 @@ def train(config, log, attempt):
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
     model = DistributedDataParallel(module)
-    dataset = Numbered(config["data"])
+    dataset = common.Mnist(config["data"], "train")
     sampler = DistributedSampler(dataset, ranks, rank, seed=0)
-    step, begun = state["step"], open(folder / f"begun-{os.getpid()}", "ab", buffering=0)
+    step = state["step"]
     for epoch in range(state["epoch"], config["epochs"]):
         sampler.set_epoch(epoch)
         done = state["batches"] if epoch == state["epoch"] else 0
-        for at, (x, y, index) in enumerate(DataLoader(dataset, batch, sampler=Rest(sampler, done * batch)), done + 1):
+        for at, (x, y) in enumerate(DataLoader(dataset, batch, sampler=Rest(sampler, done * batch)), done + 1):
             step += 1
-            begun.write(struct.pack("4q", attempt, step, epoch, len(index)) + index.numpy().tobytes())
             optimizer.zero_grad()
             F.cross_entropy(model(x.flatten(1)), y).backward()
             optimizer.step()
-            log(step)
+            log(step, len(y) * ranks)
             if rank == 0 and step % config["save_every"] == 0:
                 torch.save({"step": step, "epoch": epoch, "batches": at, "model": module.state_dict(),
                             "optimizer": optimizer.state_dict()}, folder / "saved.new")
@@ -75,17 +62,15 @@ def train(config, log, attempt):
 
 def main():
     config = common.config()
-    if os.environ["RANK"] == "0":
-        pathlib.Path(config["folder"], "launcher").write_text(f"{os.getppid()}\n")
-    finished = open(pathlib.Path(config["folder"], f"finished-{os.getpid()}"), "ab", buffering=0)
+    steps = open(pathlib.Path(config["folder"], f"steps-{os.getpid()}"), "a", buffering=1)
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
-    def log(step):
-        finished.write(struct.pack("3q", attempt, step, time.monotonic_ns()))
+    def log(step, samples=0):
+        steps.write(f"{attempt} {step} {samples} {time.monotonic_ns()}\n")
 
     dist.init_process_group("gloo")
     try:
-        train(config, log, attempt)
+        train(config, log)
     except RuntimeError:
         log(-1)
         raise

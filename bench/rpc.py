@@ -58,7 +58,7 @@ def in_context(leaf, one):
 
 
 def measure(row, config):
-    steps, one = config["steps"], torch.ones(1)
+    steps, one = row["steps"], torch.ones(1)
     if row["call"] in ("own", "fast", "tcp"):
         return common.median_us(lambda: rpc.rpc_sync("server", add, (one, one)), config["warmup"], steps)
     if row["call"] == "autograd":
@@ -66,7 +66,7 @@ def measure(row, config):
         return common.median_us(lambda: in_context(leaf, one), config["warmup"], steps)
     if row["call"] == "echo":
         tensor = torch.ones(row["bytes"] // 4)
-        return common.median_us(lambda: rpc.rpc_sync("server", echo, (tensor,)), ECHO_WARMUP, row["steps"])
+        return common.median_us(lambda: rpc.rpc_sync("server", echo, (tensor,)), ECHO_WARMUP, steps)
     return throughput(unbatched if row["call"] == "unbatched" else batched, steps)
 
 

@@ -28,18 +28,16 @@ def evaluate(model, config, rank):
 def train(rank, config):
     os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=config["init_method"], rank=rank, world_size=config["ranks"])
-    torch.manual_seed(config["seed"])
+    torch.manual_seed(0)
     module = common.MODELS["mlp"][0]()
     model = DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"], momentum=config["momentum"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     dataset = common.Mnist(config["folder"], "train")
-    sampler = DistributedSampler(dataset, config["ranks"], rank, seed=config["seed"])
+    sampler = DistributedSampler(dataset, config["ranks"], rank, seed=0)
     loader = DataLoader(dataset, config["batch_size"], sampler=sampler)
     for epoch in range(config["epochs"]):
         sampler.set_epoch(epoch)
-        for batch, (x, y) in enumerate(loader):
-            if config["batches"] and batch == config["batches"]:
-                break
+        for x, y in loader:
             optimizer.zero_grad()
             F.cross_entropy(model(x.flatten(1)), y).backward()
             optimizer.step()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bench.sh BUILD [flags of `lockstep bench targets`]: measures what the project promises about its
-# speed, against Python in the same run, prints the table and writes BUILD/bench.json.
+# speed, against Python in the same run, prints the table and writes BUILD/bench.json and bench.html.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 cd "$root"
@@ -18,4 +18,5 @@ if [ -z "${LOCKSTEP_PYTHON:-}" ] && [ -x "$build/python/venv/bin/python" ]; then
   export LOCKSTEP_PYTHON=$root/$build/python/venv/bin/python
 fi
 "$lockstep" bench targets --output "$build/bench.json" "$@"
-say "written to $build/bench.json"
+"$lockstep" report "$build/bench.json" --output "$build/bench.html" >/dev/null
+say "written to $build/bench.json and $build/bench.html"

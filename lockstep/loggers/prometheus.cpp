@@ -1,9 +1,11 @@
 #include <prometheus/exposer.h>
 #include <prometheus/gauge.h>
 #include <prometheus/registry.h>
+#include <unistd.h>
 
 #include <cctype>
 #include <cerrno>
+#include <climits>
 #include <cmath>
 #include <optional>
 
@@ -40,9 +42,13 @@ class Prometheus : public Logger {
     }
     exposer_->RegisterCollectable(registry_);
     const auto port = static_cast<uint16_t>(exposer_->GetListeningPorts().at(0));
+    char own_name[HOST_NAME_MAX + 1] = {};
+    ::gethostname(own_name, HOST_NAME_MAX);
+    const bool is_any = options_.host == "*" || options_.host == "0.0.0.0";
     // Also with --quiet: nothing else says where it is.
-    lockstep::log(LogLevel::quiet,
-                  "prometheus: http://" + endpoint_text(options_.host, port) + "/metrics");
+    lockstep::log(LogLevel::quiet, "prometheus: http://" +
+                                       endpoint_text(is_any ? own_name : options_.host, port) +
+                                       "/metrics");
   }
 
   void log(int64_t step, const MetricValues& values, const std::string& split) override {

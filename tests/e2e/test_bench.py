@@ -115,10 +115,8 @@ class Bench(unittest.TestCase):
                 self.assertTrue(all(python) if row["strategy"] == "ddp" else python == [None] * 3, row)
 
     def test_scaling_says_what_ate_the_rest(self):
-        with t.temporary_folder() as folder:
-            rows = bench("scaling", "--model", "mlp", "--devices", "2,1", "--epochs", 1, "--rounds", 1, "--batch-size",
-                         512, "--plot", folder / "scaling.svg")["results"]
-            picture = (folder / "scaling.svg").read_text()
+        rows = bench("scaling", "--model", "mlp", "--devices", "2,1", "--epochs", 1, "--rounds", 1, "--batch-size",
+                     512)["results"]
         self.assertEqual([r["ranks"] for r in rows], [1, 2])
         one, two = rows
         self.assertEqual((one["speedup"], one["efficiency"]), (1, 1))
@@ -129,8 +127,6 @@ class Bench(unittest.TestCase):
             self.assertLess(sum(row["parts"].values()), 1.01 * row["seconds"])
             for part, seconds in row["lost_s"].items():
                 self.assertAlmostEqual(seconds, row["parts"][part] - one["parts"][part] / row["ranks"])
-        self.assertIn("</svg>", picture)
-        self.assertIn(f"mlp ddp, {two['speedup']:.2f}", picture)
 
     def test_a_pipeline_has_no_parts_to_profile(self):
         result = t.run(t.LOCKSTEP, "bench", "step", "--strategy", "pipeline", "--profile", check=False)
@@ -285,19 +281,29 @@ class Bench(unittest.TestCase):
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_recovery(self):
-        rows = bench("recovery", "--kills", 1, "--kill-every", 1, "--rounds", 1, "--seed", 3, timeout=400,
+        rows = bench("recovery", "--kills", 1, "--seed", 3, timeout=400,
                      LOCKSTEP_PYTHON=os.sys.executable)["results"]
         self.assertEqual([(row["side"], row["devices"], row["replacement"]) for row in rows],
                          [("ours", 2, True), ("ours", 2, False), ("restart", 2, True), ("torchrun", 2, True)])
         for row in rows:
-            self.assertEqual((row["kills"], row["seed"], row["samples_lost"]), (1, 3, 0), row)
+            self.assertEqual((row["kills"], row["seed"]), (1, 3), row)
             self.assertGreater(row["recovery_p50_s"], 0)
             self.assertGreaterEqual(row["recovery_p99_s"], row["recovery_p50_s"])
-            self.assertEqual(row["goodput"] is None, not row["replacement"], row)
         ours = rows[0]
         self.assertEqual((ours["samples_repeated"], ours["sha256_equal"]), (0, True))
         self.assertLess(ours["detection_p50_s"], ours["recovery_p50_s"])
         self.assertEqual(rows[1]["samples_repeated"], 0)
+
+    @unittest.skipUnless(HAS_TORCH and os.environ.get("LOCKSTEP_LONG_TESTS"), "takes minutes: set LOCKSTEP_LONG_TESTS=1")
+    def test_targets(self):
+        rows = bench("targets", "--steps", 2, "--rounds", 1, timeout=1800, LOCKSTEP_PYTHON=os.sys.executable)["results"]
+        wanted = {row["target"]: row for row in json.loads((t.SOURCE_DIR / "bench/targets.json").read_text())}
+        missing = {wanted[name]["command"] for name in set(wanted) - {row["target"] for row in rows}}
+        self.assertTrue(all(command == "python" or "bf16" in command for command in missing), missing)
+        for row in rows:
+            self.assertEqual(row["met"], (row["measured"] <= row["bound"]) == row["at_most"], row)
+            if row["other"] is not None:  # Of one round.
+                self.assertAlmostEqual(row["measured"], row["own"] / row["other"])
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_launch_against_python(self):

@@ -22,7 +22,7 @@ LINES = {
     "run --nproc-per": ["run", "--nproc-per-node"],
     "run --bind-to cor": ["run", "--bind-to", "core"],
     "bench scal": ["bench", "scaling"],
-    "bench scaling --plo": ["bench", "scaling", "--plot"],
+    "bench pipeline --plo": ["bench", "pipeline", "--plot"],
     "train --config some-f": ["train", "--config", "some-file.toml"],
     "run ./some-p": ["run", "./some-program"],
     "completion fi": ["completion", "fish"],

@@ -9,12 +9,13 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import unittest
 import urllib.request
 
 import lockstep_testing as t
-from test_loggers import train, training, url_of
+from test_loggers import MODEL, train, training, url_of
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PARTS = ("data_s", "compute_s", "optimizer_s", "waiting_s", "other_s")
@@ -80,14 +81,25 @@ class Report(unittest.TestCase):
         self.assertNotIn("</script><b>", page)
         self.assertFalse(re.search(r"""(src|href)=["']?http""", page), "it needs no network")
 
+    def test_a_benchmark_has_both_sides_and_what_it_ran_on(self):
+        with t.temporary_folder() as folder:
+            t.run(t.LOCKSTEP, "bench", "allreduce", "--sizes", "0,4", "--steps", 2, "--rounds", 1, "--output", folder / "b.json")
+            t.run(t.LOCKSTEP, "report", made_run(folder / "a", 10, 1), folder / "b.json", "-o", folder / "out.html")
+            run, bench = data_of((folder / "out.html").read_text())
+            self.assertEqual(run["name"], str(folder / "a"))
+            self.assertEqual(bench.pop("name"), str(folder / "b.json"))
+            self.assertEqual(bench, json.loads((folder / "b.json").read_text()))
+            self.assertEqual(list(bench["results"][0])[:3], ["bytes", "ranks", "backend"], "columns keep their order")
+
     def test_what_is_no_run_is_named(self):
         with t.temporary_folder() as folder:
             (folder / "empty").mkdir()
             (folder / "empty" / "metrics.jsonl").write_text("no rows\n")
-            for run, code in ((folder / "none", 2), (folder / "empty", 1)):
+            for run, code, words in ((folder / "none", 2, "does not exist"), (folder, 2, "cannot be read"),
+                                     (folder / "empty", 1, "no rows")):
                 result = t.run(t.LOCKSTEP, "report", run, "-o", folder / "out.html", check=False)
                 self.assertEqual(result.returncode, code)
-                self.assertIn(str(run), result.stderr)
+                self.assertRegex(result.stderr, f"{run}.* {words}")
             self.assertEqual(t.run(t.LOCKSTEP, "report", check=False).returncode, 2)
             self.assertFalse((folder / "out.html").exists())
 
@@ -117,6 +129,50 @@ class InABrowser(unittest.TestCase):
         differences = dom[dom.index("Differences"):dom.index("Configuration")]
         self.assertIn("0.1", differences)
         self.assertNotIn("mlp", differences)
+
+    def test_a_benchmark_is_drawn_beside_its_targets(self):
+        context = {"cpu": "a processor", "lockstep": "0.1.0", "libtorch": "2.13.0", "date": "2026-01-01"}
+        rows = {"targets": [{"target": "step </script><b>", "bound": 0.2, "at_most": True, "measured": 0.1, "met": True, "own": 3.5, "other": 35.0},
+                            {"target": "loader", "bound": 100.0, "at_most": False, "measured": 50.0, "met": False}],
+                "step": [{"model": model, "ranks": 2, "us_per_step": 20.5, "python_us_per_step": 41.0, "ratio": ratio,
+                          "profile": [{"part": "forward", "us": 7.25}]} for model, ratio in (("mlp", 0.5), ("linear", None))],
+                "scaling": [{"model": "mlp", "strategy": "ddp", "ranks": ranks, "seconds": 3.25 / ranks, "parts": {"forward": 1.5},
+                             "speedup": speedup} for ranks, speedup in ((1, 1), (4, 2.0))]}
+        with t.temporary_folder() as folder:
+            for name, results in rows.items():
+                (folder / name).write_text(json.dumps({"benchmark": name, "context": context, "results": results}))
+            t.run(t.LOCKSTEP, "report", *(folder / name for name in rows), "-o", folder / "out.html")
+            dom = self.shown((folder / "out.html").as_uri())
+        figures = re.findall(r'<div class="figure"><span>(.*?)</span>.*?width: ([\d.]+)%.*?<span(?: class="(.*?)")?>(.*?)</span>', dom)
+        self.assertEqual([(width, state) for _, width, state, _ in figures], [("25", ""), ("25", "bad"), ("25", ""), ("50", ""), ("25", "")])
+        self.assertEqual([label for label, *_ in figures[1:]], ["loader", "mlp", "ranks 1", "ranks 4"])
+        self.assertEqual([said for *_, said in figures[1:]],
+                         ["50, at least 100: missed", "0.5, of the other's", "1, ideal 1", "2, ideal 4"])
+        for text in ("a processor", "2.13.0", "<td>41</td>", "<td>7.25</td>", "profile: mlp", "<td>forward 1.5</td>", "&lt;/script&gt;&lt;b&gt;"):
+            self.assertIn(text, dom)
+        self.assertNotIn("Restarts and failures", dom[dom.index("<main"):dom.index("</main>")])
+
+    def test_a_run_that_goes_on_keeps_its_name(self):
+        with t.temporary_folder() as folder:
+            flags = ("--logger", "jsonl", "--log-dir", folder / "log", "--checkpoint-dir", folder / "saved")
+            t.run(t.LOCKSTEP, "train", *MODEL, *flags, "--max-epochs", 1)
+            with training("--dashboard", *MODEL[4:6], *flags, "--resume", "auto") as process:
+                with urllib.request.urlopen(url_of(process, "dashboard") + "events", timeout=60) as events:
+                    line = next(line for line in iter(events.readline, b"") if line.startswith(b"data: "))
+        (run,) = json.loads(line[6:])
+        self.assertEqual(run["name"], str(folder / "log"))
+        self.assertEqual(run["series"]["train/loss"]["steps"][0], 2, "what was before is there")
+
+    def test_idle_pages_do_not_keep_others_from_the_run(self):
+        with training("--dashboard") as process, contextlib.ExitStack() as idle:
+            url = url_of(process, "dashboard")
+            host, port = re.search(r"//(.+):(\d+)/", url).groups()
+            for _ in range(60):
+                connection = idle.enter_context(socket.create_connection((host, int(port)), timeout=60))
+                connection.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")  # What comes is never read.
+            self.assertIn("<title>Lockstep", urllib.request.urlopen(url, timeout=90).read().decode())
+            with urllib.request.urlopen(url + "events", timeout=90) as events:
+                self.assertIn(b"data: ", next(line for line in iter(events.readline, b"") if line.startswith(b"data: ")))
 
     @contextlib.contextmanager
     def page(self, url):

@@ -1,7 +1,6 @@
 // `lockstep bench allreduce`: all-reduces, beside what copying alone takes.
 #include <ATen/ATen.h>
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <torch/cuda.h>
@@ -12,12 +11,11 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "tools/lockstep/bench/worker.h"
+#include "lockstep/comm/shared_memory/memory.h"
+#include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {
 namespace {
-
-using PlainJson = nlohmann::json;
 
 constexpr int64_t kBoundBytes = 1 << 20;  ///< A rank's slot for the bound.
 
@@ -38,31 +36,21 @@ int64_t allreduce_steps(int64_t bytes, int64_t steps) {
 /// Memory that all ranks see, with a slot a rank.
 class Slots {
  public:
-  /// A collective. The memory has no name: rank 0 makes it, and the others find it by its process.
-  explicit Slots(const ProcessGroup& group)
-      : rank_(group.rank()), ranks_(group.size()), bytes_(kBoundBytes * group.size()) {
+  /// A collective. The others find rank 0's memory by its process.
+  explicit Slots(const ProcessGroup& group) : rank_(group.rank()), ranks_(group.size()) {
+    const auto bytes = static_cast<size_t>(kBoundBytes * ranks_);
     UniqueFd fd;
-    if (rank_ == 0) {
-      fd = UniqueFd(::memfd_create("lockstep-bench", MFD_CLOEXEC));
-      if (!fd || ::ftruncate(fd.get(), bytes_) != 0)
-        throw SystemError("cannot make the benchmark's memory", errno);
-    }
+    if (rank_ == 0) fd = shm::make_memory(bytes, bytes);
     const std::string own = "/proc/" + std::to_string(::getpid()) + "/fd/";
     const std::string path = group.broadcast_object(own + std::to_string(fd.get()), 0);
     if (rank_ != 0) fd = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     if (!fd) throw SystemError("cannot open the benchmark's memory, " + path, errno);
-    void* memory = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ | PROT_WRITE, MAP_SHARED,
-                          fd.get(), 0);
-    if (memory == MAP_FAILED) throw SystemError("cannot map the benchmark's memory", errno);
-    memory_ = static_cast<char*>(memory);
+    memory_ = shm::Mapping(fd.get(), bytes);
     group.barrier();  // Until all have opened it.
   }
-  ~Slots() { ::munmap(memory_, static_cast<size_t>(bytes_)); }
-  Slots(const Slots&) = delete;
-  Slots& operator=(const Slots&) = delete;
 
   void copy(const at::Tensor& tensor, int64_t piece) const {
-    auto* data = static_cast<char*>(tensor.data_ptr());
+    auto* data = static_cast<std::byte*>(tensor.data_ptr());
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     for (int64_t from = 0; from < bytes; from += piece) {
       const auto size = static_cast<size_t>(std::min(piece, bytes - from));
@@ -72,57 +60,43 @@ class Slots {
   }
 
  private:
-  char* slot(int rank) const { return memory_ + kBoundBytes * rank; }
+  std::byte* slot(int rank) const { return memory_.data() + kBoundBytes * rank; }
 
   int rank_;
   int ranks_;
-  int64_t bytes_;
-  char* memory_ = nullptr;
+  shm::Mapping memory_;
 };
 
-double middle(const std::vector<std::vector<double>>& turns) {
-  std::vector<double> all;
-  for (const auto& turn : turns) all.insert(all.end(), turn.begin(), turn.end());
-  return median(std::move(all));
-}
-
-/// By turns, as the machine is then the same for both.
-double share(const std::vector<std::vector<double>>& bound,
-             const std::vector<std::vector<double>>& reduced) {
-  std::vector<double> shares;
-  for (size_t turn = 0; turn < reduced.size(); ++turn)
-    shares.push_back(median(bound[turn]) / median(reduced[turn]));
-  return median(std::move(shares));
-}
-
+/// Of a turn the median counts, on both sides.
 PlainJson measure(const ProcessGroup& group, const Slots* slots, at::Tensor tensor, int64_t warmup,
                   int64_t steps) {
-  const int64_t count = std::clamp<int64_t>(steps / kLeastOfTurn, 1, kTurns);
-  const int64_t steps_of_turn = (steps + count - 1) / count;
-  const auto turns = static_cast<size_t>(count);
-  std::vector<std::vector<double>> reduced(turns);
-  std::array<std::vector<std::vector<double>>, kPieces.size()> copied;
-  for (auto& times : copied) times.resize(turns);
-  for (int64_t i = 0; i < warmup; ++i) group.all_reduce(tensor);
-  for (size_t turn = 0; turn < turns; ++turn) {
-    if (slots) group.all_reduce(tensor);  // The caches are full of copies.
-    const auto reduce = [&] {
-      group.all_reduce(tensor);
-      if (tensor.is_cuda()) torch::cuda::synchronize(tensor.device().index());
-    };
-    reduced[turn] = timed(reduce, 0, steps_of_turn);
+  const int64_t turns = std::clamp<int64_t>(steps / kLeastOfTurn, 1, kTurns);
+  const int64_t steps_of_turn = (steps + turns - 1) / turns;
+  const auto reduce = [&] {
+    group.all_reduce(tensor);
+    if (tensor.is_cuda()) torch::cuda::synchronize(tensor.device().index());
+  };
+  Figures reduced;
+  std::array<Figures, kPieces.size()> copied;
+  for (int64_t i = 0; i < warmup; ++i) reduce();
+  for (int64_t turn = 0; turn < turns; ++turn) {
+    if (slots) reduce();  // The caches are full of copies.
+    reduced.push_back(median(timed(reduce, 0, steps_of_turn)));
     for (size_t i = 0; slots && i < kPieces.size(); ++i) {
       group.barrier();
-      copied[i][turn] = timed([&] { slots->copy(tensor, kPieces[i]); }, 0, steps_of_turn);
+      const auto copy = [&] { slots->copy(tensor, kPieces[i]); };
+      copied[i].push_back(median(timed(copy, 0, steps_of_turn)));
     }
     if (slots) group.barrier();
   }
-  if (!slots) return {{"p50_us", middle(reduced)}, {"bound_us", nullptr}, {"of_bound", nullptr}};
+  PlainJson row = {{"p50_us", median(reduced)}, {"bound_us", nullptr}, {"of_bound", nullptr}};
+  if (!slots) return row;
   const auto& best = *std::min_element(
       copied.begin(), copied.end(),
-      [](const auto& one, const auto& other) { return middle(one) < middle(other); });
-  return {
-      {"p50_us", middle(reduced)}, {"bound_us", middle(best)}, {"of_bound", share(best, reduced)}};
+      [](const auto& one, const auto& other) { return median(one) < median(other); });
+  row["bound_us"] = median(best);
+  row["of_bound"] = median_ratio(best, reduced);
+  return row;
 }
 
 }  // namespace
@@ -130,9 +104,7 @@ PlainJson measure(const ProcessGroup& group, const Slots* slots, at::Tensor tens
 PlainJson allreduce_worker(const PlainJson& config) {
   const World world = join_group(config);
   std::optional<Slots> slots;
-  if (world.size() > 1 && world.device().is_cpu()) {
-    slots.emplace(world.group());
-  }
+  if (world.size() > 1 && world.device().is_cpu()) slots.emplace(world.group());
   PlainJson rows = PlainJson::array();
   for (const auto& row : config.at("sizes")) {
     const int64_t bytes = row.at("bytes"), warmup = config.at("warmup"), steps = row.at("steps");

@@ -18,23 +18,15 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/output_file.h"
-#include "tools/lockstep/bench/worker.h"
 #include "tools/lockstep/entry.h"
 #include "tools/lockstep/env_report.h"
 
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
-/// Those of all benches that train.
-constexpr const char* kOfSteps[] = {"--model",    "--batch-size", "--devices", "--backend",
-                                    "--strategy", "--optimizer",  "--threads", "--bind-to"};
-
-std::vector<std::string> of_steps(std::vector<std::string> flags) {
-  flags.insert(flags.end(), std::begin(kOfSteps), std::end(kOfSteps));
-  return flags;
-}
+/// Of all benches that train.
+const std::string kOfSteps =
+    "--model --batch-size --devices --backend --strategy --optimizer --threads --bind-to ";
 
 std::vector<std::string> bench_names() {
   std::vector<std::string> names;
@@ -151,10 +143,10 @@ void add_pipeline_options(Cli& cli, BenchOptions& options) {
 
 /// The flags of one benchmark, in the order of --help.
 void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
+  const auto flags = split(bench.flags, ' ');
   const auto takes = [&](const char* flag) {
-    return std::find(bench.flags.begin(), bench.flags.end(), flag) != bench.flags.end();
+    return std::find(flags.begin(), flags.end(), flag) != flags.end();
   };
-  const bool several = bench.name != "train";
   cli.group("What is measured");
   if (takes("--model"))
     cli.list("--model", options.models,
@@ -177,16 +169,15 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
     cli.flag("--training", options.training, "Measure forward and backward instead of inference");
   if (takes("--devices")) {
     cli.also_called("--devices", {"--gpus", "--nproc-per-node"});
-    cli.list("--devices", options.devices,
-             several ? "Ranks, several measured one after the other" : "Ranks", {1, 1024});
+    cli.list("--devices", options.devices, "Ranks, several measured one after the other",
+             {1, 1024});
   }
   if (takes("--strategy")) {
     cli.list("--strategy", options.strategies, join(strategy_names(), ", "));
     cli.list("--precision", options.precisions, join(precision_names(), ", "));
   }
   if (takes("--schedule")) add_pipeline_options(cli, options);
-  if (takes("--backend"))
-    cli.list("--backend", options.backends, several ? "Backends to compare" : "The backend");
+  if (takes("--backend")) cli.list("--backend", options.backends, "Backends to compare");
   if (takes("--sizes"))
     cli.list("--sizes", options.sizes, "Bytes of float32 values; 0: a barrier", {0, 1e11});
   if (takes("--steps"))
@@ -200,8 +191,6 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
         "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
   if (takes("--kills")) {
     cli.option("--kills", options.kills, "Kills of each side", {1, 1e6});
-    cli.option("--kill-every", options.kill_every,
-               "Seconds between two kills where goodput is measured", {0.1, 3600});
     cli.seed("--seed", options.seed, "Of who is killed when");
   }
   if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});
@@ -220,15 +209,14 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
              "Run the same work in Python in turns, and show the ratios");
   cli.group("Output");
   if (takes("--plot"))
-    cli.option("--plot", options.plot, "Draw speed-up over ranks, or the schedule's timeline",
-               "FILE.svg");
+    cli.option("--plot", options.plot, "Draw the schedule's timeline", "FILE.svg");
   cli.flag("--json", options.json, "Print one JSON object instead of the table");
   cli.option("--output", options.output, "Write the JSON object to this file too", "FILE");
 }
 
-Json report_of(const BenchRunner& runner, const std::string& name, const BenchRows& rows) {
+BenchRow report_of(const BenchRunner& runner, const std::string& name, const BenchRows& rows) {
   const BenchOptions& options = runner.options;
-  Json context = machine_context();
+  BenchRow context = machine_context();
   context["threads"] = options.threads;
   context["bind_to"] = options.bind_to;
   context["steps"] = options.steps;
@@ -262,7 +250,7 @@ const std::vector<Bench>& benches() {
   static const std::vector<Bench> all = {
       {"step",
        "Measures a training step of a model with each strategy, in microseconds.",
-       of_steps({"--steps", "--profile", "--compare-python"}),
+       kOfSteps + "--steps --profile --compare-python",
        {"lockstep bench step --model mlp,linear --devices 1,2 --compare-python",
         "lockstep bench step --strategy ddp,zero1,fsdp --optimizer adam --devices 2",
         "lockstep bench step --model convnet --profile --trace step.json"},
@@ -272,9 +260,9 @@ const std::vector<Bench>& benches() {
        {.devices = {1, 2}}},
       {"data-parallel",
        "Measures the inference of a model with DataParallel on the CPU, in microseconds, beside "
-       "the "
-       "model by itself, for batches of several sizes, and says when replicas are faster, and why.",
-       {"--model", "--batch-sizes", "--replicas", "--training", "--steps", "--threads"},
+       "the model by itself, for batches of several sizes, and says when replicas are faster, and "
+       "why.",
+       "--model --batch-sizes --replicas --training --steps --threads",
        {"lockstep bench data-parallel --model convnet,fashion-cnn --batch-sizes 1,64,1024"},
        bench_data_parallel,
        data_parallel_worker,
@@ -283,27 +271,25 @@ const std::vector<Bench>& benches() {
       {"memory",
        "Measures what each rank keeps for training with each strategy, in bytes: parameters, "
        "gradients and optimizer state right after backward, and the peak memory of its process.",
-       of_steps({}),
+       kOfSteps,
        {"lockstep bench memory --model wide --strategy ddp,zero1,zero2,fsdp --optimizer adam"},
        bench_memory,
        memory_worker},
       {"scaling",
        "Measures the same job, epochs of training on all samples, with several numbers of ranks: "
        "time, speed-up, efficiency, and which parts of the steps limit the speed-up.",
-       of_steps({"--epochs", "--data-dir", "--plot"}),
-       {"lockstep bench scaling --devices 1,2 --model mlp,convnet --plot scaling.svg"},
+       kOfSteps + "--epochs",
+       {"lockstep bench scaling --devices 1,2 --model mlp,convnet --output scaling.json"},
        bench_scaling,
        scaling_worker,
        scaling_text,
        {.devices = {1, 2}}},
       {"checkpoint",
        "Measures saves of a strategy's state to the disk of TMPDIR: how long training waits, "
-       "beside "
-       "a memcpy of the state, and how fast it is written, beside dd with conv=fsync. Also how "
-       "many "
-       "bytes a rank writes, and reads where there is one rank more. Python's side is torch.save "
-       "and torch.distributed.checkpoint's async_save.",
-       of_steps({"--compare-python"}),
+       "beside a memcpy of the state, and how fast it is written, beside dd with conv=fsync. Also "
+       "how many bytes a rank writes, and reads where there is one rank more. Python's side is "
+       "torch.save and torch.distributed.checkpoint's async_save.",
+       kOfSteps + "--compare-python",
        {"lockstep bench checkpoint --model gpt --strategy ddp,zero2,fsdp --compare-python"},
        bench_checkpoint,
        checkpoint_worker,
@@ -313,17 +299,15 @@ const std::vector<Bench>& benches() {
        "Measures all-reduces of tensors of several sizes, in microseconds, beside a lower bound: "
        "the time to copy each tensor into shared memory and back (two reads and two writes of its "
        "bytes), on all ranks at once and without waiting for each other.",
-       {"--devices", "--backend", "--sizes", "--steps", "--threads", "--bind-to",
-        "--compare-python"},
+       "--devices --backend --sizes --steps --threads --bind-to --compare-python",
        {"lockstep bench allreduce --sizes 4,65536,4194304 --json"},
        bench_allreduce,
        allreduce_worker},
       {"recovery",
        "Measures how a job goes on after kill -9 of a rank, in seconds: an MLP on MNIST whose "
-       "ranks "
-       "live on (ours), or all start again from checkpoints (restart), and torchrun with Python's "
-       "DDP. A row takes minutes.",
-       {"--kills", "--devices", "--threads", "--data-dir", "--compare-python"},
+       "ranks live on (ours), or all start again from checkpoints (restart), and torchrun with "
+       "Python's DDP. A row takes minutes.",
+       "--kills --devices --threads --data-dir --compare-python",
        {"lockstep bench recovery --kills 100 --devices 2,4 --json"},
        bench_recovery,
        recovery_worker,
@@ -334,34 +318,33 @@ const std::vector<Bench>& benches() {
        "through LibTorch's RPC (own), the same in an autograd context (autograd) and by the fast "
        "path (fast), tensors sent there and back (echo), and 64 calls in flight to a layer that "
        "answers them one by one or 16 at a time (unbatched, batched).",
-       {"--steps", "--threads", "--bind-to", "--compare-python"},
+       "--steps --threads --bind-to --compare-python",
        {"lockstep bench rpc --steps 2000 --compare-python"},
        bench_rpc,
        rpc_worker},
       {"loader",
        "Measures the loader on MNIST with normalisation, in samples per second.",
-       {"--batch-size", "--steps", "--threads", "--bind-to", "--data-dir", "--compare-python"},
+       "--batch-size --steps --threads --bind-to --data-dir --compare-python",
        {"lockstep bench loader --data-dir data --compare-python"},
        bench_loader,
        loader_worker},
       {"launch",
        "Measures `lockstep run` from its start through the first all-reduce to its exit, in "
        "seconds.",
-       {"--devices", "--backend", "--threads", "--bind-to", "--compare-python"},
+       "--devices --backend --threads --bind-to --compare-python",
        {"lockstep bench launch --devices 2,4 --compare-python"},
        bench_launch,
        launch_worker},
       {"train",
        "Measures `lockstep train` of an MLP on MNIST as a whole: seconds, memory, accuracy.",
-       {"--batch-size", "--devices", "--backend", "--epochs", "--threads", "--bind-to",
-        "--data-dir", "--compare-python"},
+       "--batch-size --devices --backend --epochs --threads --bind-to --data-dir --compare-python",
        {"lockstep bench train --epochs 3 --compare-python"},
        bench_train},
       {"python",
        "Measures Python's DDP, all-reduces and launch over the backend \"lockstep\" against Gloo "
        "and torchrun, with 2 ranks. 'alone' is the step without communication, where each of the "
        "two processes is its own group: no backend can be faster. Needs the Python package.",
-       {"--steps", "--threads"},
+       "--steps --threads",
        {"LOCKSTEP_PYTHON=venv/bin/python lockstep bench python"},
        bench_python,
        nullptr,
@@ -369,7 +352,7 @@ const std::vector<Bench>& benches() {
        {.compare_python = true}},
       {"targets",
        "Measures all figures that have a target, mostly against Python, and says which are met.",
-       {"--steps", "--threads", "--bind-to", "--data-dir"},
+       "--steps --threads --bind-to --data-dir",
        {"lockstep bench targets --output targets.json"},
        bench_targets,
        nullptr,
@@ -377,9 +360,8 @@ const std::vector<Bench>& benches() {
        {.compare_python = true}},
       {"pipeline",
        "Measures how much of a pipeline's time is bubble, by a simulated clock and with stages "
-       "that "
-       "sleep instead of computing, beside the formula of the schedule's authors.",
-       {"--schedule", "--plot"},
+       "that sleep instead of computing, beside the formula of the schedule's authors.",
+       "--schedule --plot",
        {"lockstep bench pipeline --stages 2,4 --num-micro-batches 4,8 --sleep-ms 20",
         "lockstep bench pipeline --schedule zero-bubble --stages 4 --plot zero-bubble.svg"},
        bench_pipeline,
@@ -388,6 +370,29 @@ const std::vector<Bench>& benches() {
        {.devices = {2, 4}}},
   };
   return all;
+}
+
+const Bench& bench_named(const std::string& name) {
+  for (const Bench& bench : benches()) {
+    if (bench.name == name) return bench;
+  }
+  expect_one_of("WHAT", name, bench_names());
+  throw UsageError("no benchmark " + name);
+}
+
+std::optional<BenchOptions> parse_bench(const Bench& bench, const std::vector<std::string>& args) {
+  BenchOptions options = bench.defaults;
+  Cli cli("lockstep bench " + bench.name, bench.summary);
+  add_options(cli, bench, options);
+  for (const auto& example : bench.examples) cli.example(example);
+  if (!cli.parse(args)) return std::nullopt;
+  options.models = with_sizes_joined(options.models);
+  if (options.profile && !cli.given("--devices")) options.devices = {2};
+  check(options);
+  check_output_file("--output", options.output, "bench.json");
+  check_output_file("--trace", options.trace, "trace.json");
+  check_output_file("--plot", options.plot, bench.name + ".svg");
+  return options;
 }
 
 namespace {
@@ -415,38 +420,29 @@ void explain(const std::vector<std::string>& args) {
 }
 
 int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
-  BenchOptions options = bench.defaults;
-  Cli cli("lockstep bench " + bench.name, bench.summary);
-  add_options(cli, bench, options);
-  for (const auto& example : bench.examples) cli.example(example);
-  if (!cli.parse(args)) return 0;
-  options.models = with_sizes_joined(options.models);
-  if (options.profile && !cli.given("--devices")) options.devices = {2};
-  check(options);
-  check_output_file("--output", options.output, "bench.json");
-  check_output_file("--trace", options.trace, "trace.json");
-  check_output_file("--plot", options.plot, bench.name + ".svg");
+  const auto options = parse_bench(bench, args);
+  if (!options) return 0;
   refuse_under_mpirun();
 
   const OrderlyInterrupts orderly_interrupts;
-  BenchRunner runner(options);
+  BenchRunner runner(*options);
   const BenchRows rows = bench.measure(runner);
   bench_progress("");
   const std::string text = report_of(runner, bench.name, rows).dump(2) + "\n";
-  if (!options.output.empty()) write_file_atomically(options.output, text);
-  print(options.json ? text : bench.text(rows));
+  if (!options->output.empty()) write_file_atomically(options->output, text);
+  print(options->json ? text : bench.text(rows));
   return 0;
 }
 
 int bench_command(const std::vector<std::string>& args) {
-  if (args.size() == 2 && args[0] == "worker") return bench_worker(args[1]);
-  for (auto word = args.begin(); word != args.end(); ++word) {
-    for (const auto& bench : benches()) {
-      if (*word != bench.name && (*word != "all-reduce" || bench.name != "allreduce")) continue;
-      std::vector<std::string> rest(args.begin(), word);
-      rest.insert(rest.end(), word + 1, args.end());
-      return run_benchmark(bench, rest);
-    }
+  if (args.size() == 2 && args[0] == "worker") return run_worker(args[1]);
+  const auto names = bench_names();
+  for (size_t i = 0; i < args.size(); ++i) {
+    const std::string name = args[i] == "all-reduce" ? "allreduce" : args[i];
+    if (std::find(names.begin(), names.end(), name) == names.end()) continue;
+    auto rest = args;
+    rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(i));
+    return run_benchmark(bench_named(name), rest);
   }
   explain(args);
   return 0;

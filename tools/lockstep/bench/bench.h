@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/comm/world.h"
 #include "lockstep/parallel/pipeline/schedule.h"
 #include "tools/lockstep/env_python.h"
 #include "tools/lockstep/process.h"
@@ -49,7 +51,7 @@ struct BenchOptions {
   bool compare_python = false;
   std::string data_dir = {};  ///< Where MNIST lies; empty: as `lockstep train` looks for it.
   int epochs = 3;             ///< Of bench train and scaling.
-  std::string plot = {};      ///< Of bench scaling and pipeline: the file for an SVG; empty: none.
+  std::string plot = {};      ///< Of bench pipeline: the file for an SVG; empty: none.
   /// Of bench data-parallel: samples of a batch, one size after the other.
   std::vector<int64_t> batch_sizes = {1, 8, 64, 256, 1024};
   int64_t replicas = 0;   ///< Of bench data-parallel; 0: one for each core.
@@ -61,7 +63,6 @@ struct BenchOptions {
   std::string trace = {};   ///< With `profile`: the file for a Chrome trace; empty: none.
   PipelineBenchOptions pipeline = {};
   int64_t kills = 100;      ///< Of bench recovery, of each row; as many as a p99 needs.
-  double kill_every = 10;   ///< The same: seconds from kill to kill where goodput is measured.
   uint64_t seed = 0;        ///< The same: of what is killed when.
   bool json = false;        ///< Print one JSON object instead of a table.
   std::string output = {};  ///< The file for that object too; empty: none.
@@ -70,7 +71,8 @@ struct BenchOptions {
   int64_t batch_size_or(int64_t usual) const { return batch_size > 0 ? batch_size : usual; }
 };
 
-using BenchRow = nlohmann::ordered_json;
+using PlainJson = nlohmann::json;
+using BenchRow = nlohmann::ordered_json;  ///< Its keys stay in order.
 using BenchRows = std::vector<BenchRow>;
 using Figures = std::vector<double>;
 /// What one side of a benchmark gave, a result a round.
@@ -107,24 +109,21 @@ class BenchRunner {
   /// that meet by a file. Returns rank 0's result. `config` holds `kind`, the bench's name,
   /// `ranks`, `backend` and what the worker reads.
   BenchRow run_ranks(bool with_python, BenchRow config);
-  /// Runs one command, ours unless `with_python`. Throws when it fails.
-  ProcessResult run_whole(const std::string& what, std::vector<std::string> command,
-                          bool with_python = false) const;
-  /// Python's training as a whole: seconds, peak_bytes, accuracy.
-  BenchRow run_python_training(BenchRow config);
-  /// The command of a torchrun of `ranks` ranks of one of Python's scripts.
-  std::vector<std::string> torchrun_command(const std::string& script, const BenchRow& config,
-                                            int64_t ranks,
-                                            const std::vector<std::string>& flags) const;
-  /// The seconds of a torchrun of launch.py. One that crashes while it ends takes another time, so
-  /// it is repeated.
+  /// Runs one command of ours. Throws when it fails.
+  ProcessResult run_whole(const std::string& what, std::vector<std::string> command) const;
+  /// Runs one of Python's scripts, by itself or under a launcher, whose words come first. In its
+  /// configuration it gets `result`, a file, and `init_method`. Once the file is written a crash is
+  /// only told of.
+  std::pair<ProcessResult, BenchRow> run_python(const std::string& what, const std::string& script,
+                                                BenchRow config,
+                                                std::vector<std::string> launcher = {});
+  /// The words of such a script, and of a torchrun of so many ranks.
+  std::vector<std::string> python_command(const std::string& script, const BenchRow& config) const;
+  std::vector<std::string> torchrun(int64_t ranks, const std::vector<std::string>& flags) const;
+  /// The seconds of a torchrun of launch.py.
   double torchrun_seconds(int64_t ranks);
-  /// The same of `lockstep run`, with the backend "lockstep".
-  double python_launch_seconds(int64_t ranks);
 
  private:
-  std::vector<std::string> python_command(const std::string& script, const BenchRow& config) const;
-  ProcessResult run_python(std::vector<std::string> command) const;
   /// A name in our folder that no run before has used.
   std::string fresh(const std::string& what);
 
@@ -144,67 +143,101 @@ std::string scaling_text(const BenchRows& rows);
 struct Bench {
   std::string name;
   std::string summary;
-  std::vector<std::string> flags;  ///< Which it takes beside those that all take.
+  std::string flags;  ///< Which it takes beside those that all take.
   std::vector<std::string> examples;
   /// Its rows. A row has the configuration's keys and the figures. When Python is compared with, it
   /// also has `python_` and the figure's name, and `ratio` (ours divided by Python's).
   BenchRows (*measure)(BenchRunner&);
   /// What a process that run_ranks starts does. Null result: writes none.
-  nlohmann::json (*worker)(const nlohmann::json& config) = nullptr;
+  PlainJson (*worker)(const PlainJson& config) = nullptr;
   std::string (*text)(const BenchRows&) = bench_table;  ///< The rows as they are printed.
   BenchOptions defaults = {};
 };
 
 const std::vector<Bench>& benches();
+/// Throws UsageError for another name.
+const Bench& bench_named(const std::string& name);
+/// What these words after a bench's name ask for; none: for its --help, which is printed. Throws
+/// UsageError.
+std::optional<BenchOptions> parse_bench(const Bench& bench, const std::vector<std::string>& args);
 
-/// The configurations of the models, ranks, strategies and precisions that are asked for.
-std::vector<BenchRow> cases_of(const BenchOptions& options, const std::string& kind);
+/// Each bench's rows, and its worker, where it has one.
+using Measure = BenchRows(BenchRunner&);
+using Worker = PlainJson(const PlainJson& config);
 
 /// model, batch_size, ranks, backend, strategy, precision, optimizer, us_per_step. With a profile:
-/// the round whose step is the median one counts, and `trace` is of it.
-BenchRows bench_step(BenchRunner& runner);
+/// the round whose step is the median one counts, and `trace` is of it. It also has
+/// - `profile`, a list of {part, us, share, median_us, rank_min_us, rank_max_us}. The parts before
+///   "step" add up to it.
+/// - `operations`, a list of {operation, calls, us, share}, rank 0's. Only where LibTorch's
+///   operations were noted.
+Measure bench_step;
+Worker step_worker;
 /// strategy, model, ranks, precision, rank, parameters, state_bytes, peak_rss_bytes and others
-BenchRows bench_memory(BenchRunner& runner);
+Measure bench_memory;
+Worker memory_worker;
 /// model, batch_size, ranks, ..., seconds (of an epoch), parts, and against the row with the fewest
 /// ranks: speedup, efficiency, lost_s (per part: by how much it took longer, divided by the ranks).
-BenchRows bench_scaling(BenchRunner& runner);
+Measure bench_scaling;
+Worker scaling_worker;
 /// model, strategy, ranks, bytes (written by all), rank_bytes (by the rank that writes most),
 /// read_ranks, read_bytes (the most that one of so many ranks reads), stall_ms, of_memcpy (the
 /// stall, of the time that memcpy of the same takes), seconds, of_dd (the speed, of dd's).
 /// Python's: torch_save_s, dcp_stall_ms, dcp_s; null where it has no such strategy.
-BenchRows bench_checkpoint(BenchRunner& runner);
-BenchRows bench_allreduce(
-    BenchRunner& runner);                  ///< bytes, ranks, backend, p50_us, bound_us, of_bound
-BenchRows bench_rpc(BenchRunner& runner);  ///< call, bytes, p50_us, p99_us, calls_per_s
+Measure bench_checkpoint;
+Worker checkpoint_worker;
+/// bytes, ranks, backend, p50_us, bound_us, of_bound; the latter two are null where nothing is to
+/// be moved or not by copying: one rank, tensors on a device.
+///
+/// The bound is the time that copying alone takes. Through shared memory each of two ranks must at
+/// least read its tensor and write as much to memory that the other sees. It must also read as much
+/// from there and write it to its tensor. So all ranks copy at once with memcpy, piece by piece,
+/// without waiting for each other, in turns with the all-reduces of the same tensor. The best of
+/// several sizes of pieces counts. More ranks must read more than that, up to twice as much: for
+/// them the bound is out of reach. What lies in shared memory from the start, as
+/// DistributedDataParallel's buckets do, is not copied.
+Measure bench_allreduce;
+Worker allreduce_worker;
+/// call, bytes, p50_us (for throughput the mean), p99_us (null for throughput), calls_per_s
+Measure bench_rpc;
+Worker rpc_worker;
 /// side (ours; restart, where all start again from checkpoints; torchrun, the same with Python's
 /// DDP), devices, replacement, recovery_p50_s and recovery_p99_s (from a kill to the next finished
-/// step), detection_p50_s (to the last survivor's failed call), samples_lost (in no step of their
-/// epoch), samples_repeated (of finished steps that were made again), goodput (steps in periods
-/// that begin with a kill, of those in others), sha256_equal (the weights after each epoch, to
-/// those of a run without kills). Null where there is none.
-BenchRows bench_recovery(BenchRunner& runner);
-BenchRows bench_loader(BenchRunner& runner);  ///< dataset, batch_size, workers, samples_per_s
-BenchRows bench_launch(BenchRunner& runner);  ///< ranks, backend, seconds
-BenchRows bench_train(
-    BenchRunner& runner);  ///< model, ranks, epochs, seconds, peak_bytes, accuracy
+/// step), detection_p50_s (to the last survivor's failed call), samples_repeated (of finished steps
+/// that were made again), sha256_equal (the weights after each epoch, to those of a run without
+/// kills). Null where there is none.
+Measure bench_recovery;
+Worker recovery_worker;
+Measure bench_loader;  ///< dataset, batch_size, samples_per_s
+Worker loader_worker;
+Measure bench_launch;  ///< ranks, backend, seconds
+Worker launch_worker;
+Measure bench_train;  ///< model, ranks, epochs, seconds, peak_bytes, accuracy
 /// work, unit, lockstep, gloo (of Python over that backend), ratio. Throws Error where Python has
 /// not our package.
-BenchRows bench_python(BenchRunner& runner);
+Measure bench_python;
 /// model, batch_size, replicas, threads, single_us (the model by itself), single_all_threads_us
 /// (with the threads of all replicas), replica_us (on a replica's part), start_us (replicas that do
 /// nothing), us, ratio, faster, why.
-BenchRows bench_data_parallel(BenchRunner& runner);
+Measure bench_data_parallel;
+Worker data_parallel_worker;
 /// schedule, ranks, stages, micro_batches, formula_percent, bubble_percent, kept_activations,
 /// measured_percent
-BenchRows bench_pipeline(BenchRunner& runner);
-/// All that the project promises about its speed. Prints, without `json`, each promise with what
-/// was measured and whether it is met, as soon as that is known.
-BenchRows bench_targets(BenchRunner& runner);
+Measure bench_pipeline;
+/// Of each figure of bench/targets.json: target, bound, at_most, measured, met, own and other (what
+/// was measured, and by what it was divided), command. Without `json` it prints each as soon as it
+/// is known.
+Measure bench_targets;
+
+/// The configurations of the models, ranks, strategies and precisions that are asked for.
+std::vector<BenchRow> cases_of(const BenchOptions& options, const std::string& kind);
 
 /// Sets the figure's median over the rounds of `side`. Where there are rounds of Python's it also
-/// sets theirs and the median of the ratios. `pointer` says where it stands in a result.
+/// sets theirs and, as `ratio`, the median of the ratios. `pointer` says where it stands in a
+/// result.
 void add_comparison(BenchRow& row, const std::string& key, const Sides& sides,
-                    const std::string& side, const std::string& pointer);
+                    const std::string& side, const std::string& pointer,
+                    const std::string& ratio = "ratio");
 /// Those at a JSON pointer, without the nulls.
 Figures figures_at(const Rounds& rounds, const std::string& pointer);
 /// Null where there are none.
@@ -212,21 +245,10 @@ BenchRow median_at(const Rounds& rounds, const std::string& pointer);
 /// The round whose figure is the median one, the lower of two.
 BenchRow middle_round(Rounds rounds, const std::string& key);
 double median(Figures values);
+double percentile(Figures values, double share);
 double median_ratio(const Figures& ours, const Figures& theirs);
 /// The keys of an object, in this order.
 BenchRow pick(const BenchRow& from, const std::vector<std::string>& keys);
-
-/// Adds to a row of `bench step` what its ranks' profiles say:
-/// - `profile`, a list of {part, us, share, median_us, rank_min_us, rank_max_us}. The parts before
-///   "step" add up to it.
-/// - `operations`, a list of {operation, calls, us, share}, rank 0's. Only where LibTorch's
-///   operations were noted.
-void add_profile(BenchRow& row, const nlohmann::json& profiles);
-/// Writes the Chrome trace of the ranks' profiles, with `metadata` in it.
-void write_trace(const std::filesystem::path& file, const nlohmann::json& profiles,
-                 const nlohmann::ordered_json& metadata);
-/// Writes a picture of speed-up over ranks, a line per model and strategy, beside the ideal.
-void write_scaling_plot(const std::filesystem::path& file, const BenchRows& rows);
 
 /// printf's text.
 template <class... Args>
@@ -245,7 +267,37 @@ void bench_progress(const std::string& text);
 std::vector<std::string> under_mpirun(int64_t ranks, const std::vector<std::string>& command);
 /// The path of this program.
 std::string own_program();
-/// The command of a process that runs a bench's worker.
+/// `command` as so many ranks of `lockstep run`.
+std::vector<std::string> under_run(int64_t ranks, const std::vector<std::string>& command);
+/// The command of a process that runs a bench's worker: the hidden `lockstep bench worker JSON`.
+/// The object has `kind`, the bench's name, its settings, and `result`, the file that rank 0
+/// writes.
 std::vector<std::string> worker_command(const BenchRow& config);
+int run_worker(const std::string& config);
+/// The group that a worker's configuration says.
+World join_group(const PlainJson& config);
+
+using BenchClock = std::chrono::steady_clock;
+
+inline double seconds_since(BenchClock::time_point start) {
+  return std::chrono::duration<double>(BenchClock::now() - start).count();
+}
+
+/// Calls `run` some times, then `steps` times by the clock: the same as the Python twins'. The
+/// times in microseconds.
+template <class Run>
+Figures timed(const Run& run, int64_t warmup, int64_t steps) {
+  for (int64_t i = 0; i < warmup; ++i) run();
+  Figures times;
+  for (int64_t i = 0; i < steps; ++i) {
+    const auto start = BenchClock::now();
+    run();
+    times.push_back(seconds_since(start) * 1e6);
+  }
+  return times;
+}
+
+/// The files of bench/ by name, which travel in the library: the Python twins and the targets.
+const std::map<std::string, std::string>& bench_files();
 
 }  // namespace lockstep::tool

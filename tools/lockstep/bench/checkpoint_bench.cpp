@@ -8,13 +8,11 @@
 #include "lockstep/checkpoint/checkpoint_writer.h"
 #include "lockstep/checkpoint/sharded_save.h"
 #include "tools/lockstep/bench/step_bench.h"
-#include "tools/lockstep/bench/worker.h"
 
 namespace lockstep::tool {
 namespace {
 
 namespace fs = std::filesystem;
-using PlainJson = nlohmann::json;
 
 /// In a process. One before them takes its memory, and does not count.
 constexpr int kSaves = 3;

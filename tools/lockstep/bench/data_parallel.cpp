@@ -1,6 +1,5 @@
 // `lockstep bench data-parallel`: when replicas in one process pay, and why.
 #include <ATen/Parallel.h>
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/rand.h>
 #include <c10/core/GradMode.h>
 #include <torch/nn/cloneable.h>
@@ -14,12 +13,9 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
 #include "tools/lockstep/bench/step_bench.h"
-#include "tools/lockstep/bench/worker.h"
 
 namespace lockstep::tool {
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 /// Does nothing: what replicas cost besides their work.
 struct Nothing : torch::nn::Cloneable<Nothing> {
@@ -27,75 +23,63 @@ struct Nothing : torch::nn::Cloneable<Nothing> {
   at::Tensor forward(const at::Tensor& x) { return x; }
 };
 
+/// Medians of a model's forward, and backward, in several ways, in turns block by block: what
+/// disturbs the machine for a while disturbs all.
 class DataParallelBench {
  public:
-  explicit DataParallelBench(const nlohmann::json& config)
+  explicit DataParallelBench(const PlainJson& config)
       : info_(model_info(config.at("model"))),
         training_(config.at("training")),
-        threads_(config.at("threads")),
-        replicas_(config.at("replicas")),
         steps_(config.at("steps")),
-        model_(seeded_model(info_.name)),
-        parallel_(model_, options()),
-        nothing_(std::make_shared<Nothing>(), options()) {
+        model_(seeded_model(info_.name)) {
+    options_.devices.assign(config.at("replicas").get<size_t>(), c10::kCPU);
+    options_.threads_per_replica = config.at("threads");
     if (!training_) model_->eval();
   }
 
-  nlohmann::json measure(int64_t batch_size) {
-    std::vector<int64_t> shape = info_.input_shape;
-    shape.insert(shape.begin(), batch_size);
-    const at::Tensor batch = at::rand(shape);
-    const at::Tensor part = batch.chunk(replicas_).front();
-    std::map<std::string, std::vector<double>> times;
+  PlainJson measure(int64_t batch_size) {
+    DataParallel<std::shared_ptr<Model>> parallel(model_, options_);
+    DataParallel<std::shared_ptr<Nothing>> nothing(std::make_shared<Nothing>(), options_);
+    const int threads = options_.threads_per_replica;
+    const auto replicas = static_cast<int>(options_.devices.size());
+    const at::Tensor batch = at::rand(SampleSpec{info_.input_shape}.batch_shape(batch_size));
+    const at::Tensor part = batch.chunk(replicas).front();
+    std::map<std::string, Figures> times;
     const int64_t blocks = std::min<int64_t>(5, steps_);
-    // In turns, block by block: what disturbs the machine for a while disturbs all.
     for (int64_t block = 0; block < blocks; ++block) {
-      const int64_t steps = steps_ / blocks + (block < steps_ % blocks ? 1 : 0);
-      const auto time_block = [&](const char* name, int threads, const auto& run) {
-        at::set_num_threads(threads);
-        const auto block_times = timed(run, 1, steps);
-        times[name].insert(times[name].end(), block_times.begin(), block_times.end());
+      const auto add = [&](const char* name, int of_threads, auto& module, const at::Tensor& x) {
+        at::set_num_threads(of_threads);
+        const int64_t steps = steps_ / blocks + (block < steps_ % blocks ? 1 : 0);
+        for (const double time : timed([&] { run(module, x); }, 1, steps))
+          times[name].push_back(time);
       };
-      time_block("single_us", threads_, [&] { run(*model_, batch); });
-      time_block("us", threads_, [&] { run(parallel_, batch); });
-      time_block("replica_us", threads_, [&] { run(*model_, part); });
-      time_block("start_us", threads_, [&] {
-        const at::NoGradGuard no_grad;
-        nothing_.forward(batch);
-      });
-      time_block("single_all_threads_us", threads_ * static_cast<int>(replicas_),
-                 [&] { run(*model_, batch); });
+      add("single_us", threads, *model_, batch);
+      add("us", threads, parallel, batch);
+      add("replica_us", threads, *model_, part);
+      add("start_us", threads, nothing, batch);
+      add("single_all_threads_us", threads * replicas, *model_, batch);
     }
-    nlohmann::json result;
+    PlainJson result;
     for (auto& [name, values] : times) result[name] = median(std::move(values));
+    result["ratio"] = result["us"].get<double>() / result["single_us"].get<double>();
     return result;
   }
 
  private:
-  DataParallelOptions options() const {
-    DataParallelOptions options;
-    options.devices.assign(static_cast<size_t>(replicas_), c10::kCPU);
-    options.threads_per_replica = threads_;
-    return options;
-  }
-
   template <class Module>
   void run(Module& module, const at::Tensor& batch) {
     const c10::AutoGradMode gradients(training_);
     const at::Tensor output = module.forward(batch);
-    if (!training_) return;
+    if (!output.requires_grad()) return;
     backward(output.sum());
     zero_grad(model_->parameters());
   }
 
   const ModelInfo info_;
   bool training_;
-  int threads_;
-  int64_t replicas_;
   int64_t steps_;
   std::shared_ptr<Model> model_;
-  DataParallel<std::shared_ptr<Model>> parallel_;
-  DataParallel<std::shared_ptr<Nothing>> nothing_;
+  DataParallelOptions options_;
 };
 
 std::string microseconds(double us) {
@@ -104,7 +88,7 @@ std::string microseconds(double us) {
 }
 
 /// Why replicas are faster or slower than the model by itself, from what was measured.
-std::string reason(const Json& row, int64_t replicas) {
+std::string reason(const BenchRow& row, int64_t replicas) {
   const double one = row["single_us"], several = row["us"], start = row["start_us"],
                part = row["replica_us"];
   const double saved = one - part;
@@ -126,12 +110,11 @@ std::string reason(const Json& row, int64_t replicas) {
 
 }  // namespace
 
-nlohmann::json data_parallel_worker(const nlohmann::json& config) {
+PlainJson data_parallel_worker(const PlainJson& config) {
   DataParallelBench bench(config);
-  nlohmann::json rows = nlohmann::json::array();
+  PlainJson rows = nlohmann::json::array();
   for (const auto& size : config.at("batch_sizes")) {
     rows.push_back(bench.measure(size));
-    rows.back()["ratio"] = rows.back()["us"].get<double>() / rows.back()["single_us"].get<double>();
   }
   return {{"rows", rows}};
 }
@@ -141,14 +124,14 @@ BenchRows bench_data_parallel(BenchRunner& runner) {
   const int64_t replicas = options.replicas > 0 ? options.replicas : usable_cores();
   BenchRows rows;
   for (const auto& model : options.models) {
-    const Json config = {{"kind", "data-parallel"},
-                         {"ranks", 1},
-                         {"model", model},
-                         {"batch_sizes", options.batch_sizes},
-                         {"replicas", replicas},
-                         {"threads", options.threads},
-                         {"training", options.training},
-                         {"steps", options.steps}};
+    const BenchRow config = {{"kind", "data-parallel"},
+                             {"ranks", 1},
+                             {"model", model},
+                             {"batch_sizes", options.batch_sizes},
+                             {"replicas", replicas},
+                             {"threads", options.threads},
+                             {"training", options.training},
+                             {"steps", options.steps}};
     const Rounds rounds = runner.in_turns("data-parallel " + model, config).begin()->second;
     for (size_t i = 0; i < options.batch_sizes.size(); ++i) {
       BenchRow row = {{"model", model},

@@ -43,20 +43,16 @@ struct SleepInBackward : torch::autograd::Function<SleepInBackward> {
 };
 
 /// A stage that takes as long as it is told to: in forward, in backward for its input, and in
-/// backward for its one weight.
-struct SleepingStage : torch::nn::Module {
-  SleepingStage() { weight = register_parameter("weight", at::zeros({1})); }
-  at::Tensor weight;
-};
-
-/// The pipeline's input wants no gradient: the first stage sleeps for it with its weight.
+/// backward for its one weight. The pipeline's input wants no gradient: the first stage sleeps for
+/// it with its weight.
 Layer sleeping_layer(int index, StageCosts costs, double ms) {
-  auto stage = std::make_shared<SleepingStage>();
+  auto stage = std::make_shared<torch::nn::Module>();
+  const at::Tensor weight = stage->register_parameter("weight", at::zeros({1}));
   if (index == 0) costs.backward_weight += costs.backward_input;
   return {std::to_string(index), stage, [=](const at::Tensor& x) {
             sleep_ms(costs.forward * ms);
             return SleepInBackward::apply(x, costs.backward_input * ms) +
-                   SleepInBackward::apply(stage->weight, costs.backward_weight * ms);
+                   SleepInBackward::apply(weight, costs.backward_weight * ms);
           }};
 }
 

@@ -65,8 +65,10 @@ BenchRows bench_python(BenchRunner& runner) {
   rows.push_back(row_of("all_reduce of 437 KB", "us", reduced, "/rows/1/p50_us"));
   const Sides launched =
       runner.in_turns("Python's launch", both, [&](const std::string& side) -> BenchRow {
-        return side == "gloo" ? runner.torchrun_seconds(kRanks)
-                              : runner.python_launch_seconds(kRanks);
+        if (side == "gloo") return runner.torchrun_seconds(kRanks);
+        return runner
+            .run_python("lockstep run", "launch.py", {{"backend", side}}, under_run(kRanks, {}))
+            .first.seconds;
       });
   rows.push_back(
       row_of("lockstep run, torchrun: to the first all_reduce and out", "s", launched, ""));

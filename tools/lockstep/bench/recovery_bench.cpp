@@ -1,403 +1,234 @@
-// `lockstep bench recovery`: ranks are killed at random moments, ours and torchrun's.
-#include <signal.h>
+// `lockstep bench recovery`: an MLP on MNIST whose ranks are killed at random moments, ours and
+// torchrun's. Its processes say what they do in files.
+#include <unistd.h>
 
-#include <algorithm>
 #include <fstream>
-#include <future>
-#include <limits>
-#include <random>
 #include <set>
-#include <sstream>
-#include <thread>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/words.h"
-#include "tools/lockstep/bench/worker.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
+#include "lockstep/data/loader.h"
+#include "lockstep/launch/spawn_ranks.h"
+#include "lockstep/optim/optim.h"
+#include "lockstep/recovery/elastic_job.h"
+#include "lockstep/tool/cli.h"
+#include "lockstep/train/model_training.h"
+#include "lockstep/train/trainer.h"
+#include "tools/lockstep/bench/step_bench.h"
 #include "tools/lockstep/mnist_folder.h"
 
 namespace lockstep::tool {
 namespace {
 
-namespace fs = std::filesystem;
-using std::chrono::milliseconds;
+/// Attempts are further apart than generations within one.
+constexpr int64_t kGenerationsOfAttempt = 1'000'000;
 
-constexpr int64_t kSamplesOfEpoch = BenchData::kTrainSamples;
+/// Writes what one process does into the folder's files, as bench/recovery.py does. Saves, where
+/// all start again.
+class RecoveryNotes : public Callback {
+ public:
+  RecoveryNotes(const PlainJson& config, int64_t generation, const torch::nn::Module& module)
+      : folder_(config.at("folder").get<std::string>()),
+        generation_(generation),
+        module_(module),
+        every_(config.at("save_every")),
+        steps_(folder_ + "/steps-" + std::to_string(getpid()), std::ios::app) {
+    if (config.at("side") == "restart") saved.emplace(folder_ + "/saved", 1);
+  }
+  std::optional<CheckpointFolder> saved;
+
+  /// Step -1: a failure was noticed.
+  void note(int64_t step, int64_t samples) {
+    steps_ << generation_ << ' ' << step << ' ' << samples << ' '
+           << BenchClock::now().time_since_epoch().count() << std::endl;
+  }
+  void on_step(Trainer& trainer, const StepResult& result) override {
+    note(result.step, result.samples);
+    if (saved && result.step % every_ == 0) trainer.save_snapshot(*saved);
+  }
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override {
+    if (!trainer.is_first_rank()) return;
+    std::string bytes;
+    for (const at::Tensor& parameter : module_.parameters())
+      bytes.append(static_cast<const char*>(parameter.const_data_ptr()), parameter.nbytes());
+    std::ofstream(folder_ + "/weights", std::ios::app)
+        << std::to_string(result.epoch) + " " + sha256_hex(bytes) + "\n";
+  }
+
+ private:
+  const std::string folder_;
+  const int64_t generation_;
+  const torch::nn::Module& module_;
+  const int64_t every_;
+  std::ofstream steps_;
+};
+
+/// `job` is null where all start again.
+void train_generation(const PlainJson& config, const TensorDataset& data, const World& world,
+                      ElasticJob* job) {
+  const int64_t generation =
+      read_job_environment().restart_count * kGenerationsOfAttempt + (job ? job->generation() : 0);
+  const auto module = std::make_shared<ModelTraining>(
+      seeded_model("mlp"),
+      ModelTrainingOptions{
+          .optimizer = {.make = optimizer_factory("sgd", {.lr = 0.01, .momentum = 0.9})}});
+  const DistributedSampler sampler(
+      {.dataset_size = data.size(), .rank = world.rank(), .world_size = world.size()});
+  DataLoader loader(data, sampler, {normalize(), flatten()}, {.batch_size = 64});
+  Trainer trainer(world, {.max_epochs = config.at("epochs").get<int64_t>(),
+                          .log_every_n_steps = 1'000'000'000});
+  const auto notes = std::make_shared<RecoveryNotes>(config, generation, *module);
+  trainer.add_callback(notes);
+  if (job) trainer.live_on(*job);
+  if (notes->saved) {
+    auto found = load_checkpoint(world.group(), "auto", &*notes->saved, {}, world.device());
+    if (found) trainer.restore(std::move(*found));
+  }
+  try {
+    trainer.fit(module, std::move(loader));
+  } catch (const CommError&) {
+    notes->note(-1, 0);
+    throw;
+  }
+}
+
+void train_rank(const PlainJson& config, const TensorDataset& data) {
+  if (config.at("side") == "restart") return train_generation(config, data, init(), nullptr);
+  std::set<int> sizes;
+  if (config.at("replacement")) sizes.insert(config.at("ranks").get<int>());
+  ElasticJob job(InitOptions(), sizes);
+  job.run([&](World& world) { train_generation(config, data, world, &job); });
+}
+
 constexpr int64_t kSaveEvery = 100;          ///< Steps; where all ranks start again.
 constexpr int64_t kKillsOfJob = 10;          ///< Sides take turns after so many.
 constexpr int64_t kEndless = 1'000'000'000;  ///< Epochs.
-/// Enough for a restart of all ranks on a slow machine.
-constexpr std::chrono::minutes kLongestWait{2};
+constexpr int64_t kMostRestarts = 1'000'000;
 
-struct Case {
+/// A row, and what its kills have come to so far.
+struct RecoveryRow {
   std::string side;
   int64_t ranks;
   bool replacement;
-};
-
-std::vector<int64_t> numbers_in(const fs::path& file, size_t from = 0) {
-  std::ifstream stream(file, std::ios::binary);
-  stream.seekg(static_cast<std::streamoff>(from * sizeof(int64_t)));
-  const std::string bytes{std::istreambuf_iterator<char>(stream), {}};
-  std::vector<int64_t> numbers(bytes.size() / sizeof(int64_t));
-  std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(int64_t));
-  return numbers;
-}
-
-bool is_alive(int64_t pid) {
-  const std::string stat = first_line("/proc/" + std::to_string(pid) + "/stat");
-  const size_t name_end = stat.rfind(") ");
-  return name_end != std::string::npos && stat[name_end + 2] != 'Z' && stat[name_end + 2] != 'X';
-}
-
-/// One job of a side, which trains until it is stopped, and what its processes write.
-class RecoveryJob {
- public:
-  RecoveryJob(BenchRunner& runner, const Case& of, const std::string& data, int64_t epochs) {
-    const bool with_python = of.side == "torchrun";
-    const BenchRow config = {{"kind", "recovery"},
-                             {"side", of.side},
-                             {"ranks", of.ranks},
-                             {"replacement", of.replacement},
-                             {"data", data},
-                             {"folder", folder_.path().string()},
-                             {"epochs", epochs},
-                             {"save_every", kSaveEvery},
-                             {"restarts", of.replacement ? kMostRestarts : 0}};
-    const auto command = with_python ? runner.torchrun_command("recovery.py", config, of.ranks,
-                                                               {"--standalone", "--max-restarts",
-                                                                std::to_string(kMostRestarts)})
-                                     : worker_command(config);
-    run_ = std::async(std::launch::async, [&runner, command, with_python, side = of.side] {
-      runner.run_whole("recovery, " + side, command, with_python);
-    });
-  }
-  ~RecoveryJob() {
-    try {
-      stop();
-    } catch (const InterruptedError&) {  // The next thing that is started says so, too.
-    }
-  }
-  RecoveryJob(const RecoveryJob&) = delete;
-  RecoveryJob& operator=(const RecoveryJob&) = delete;
-
-  /// Throws what the job ended with, if it has.
-  void poll() {
-    if (run_.valid() && run_.wait_for(milliseconds(0)) == std::future_status::ready) {
-      run_.get();
-      throw Error("a job of the recovery benchmark ended by itself");
-    }
-    read_finished();
-  }
-  void wait_for(const std::function<bool()>& condition, const std::string& what) {
-    const auto end = BenchClock::now() + kLongestWait;
-    for (poll(); !condition(); poll()) {
-      if (BenchClock::now() > end) throw TimeoutError("recovery benchmark: no " + what + " came");
-      std::this_thread::sleep_for(milliseconds(1));
-    }
-  }
-  void wait_for_step() {
-    wait_for([&] { return last_step_ > 0; }, "first step");
-  }
-  void run_for(std::chrono::duration<double> time) {
-    for (const auto end = BenchClock::now() + time; BenchClock::now() < end; poll())
-      std::this_thread::sleep_for(milliseconds(10));
-  }
-  /// Of a job with so many epochs.
-  void finish() { run_.get(); }
-  void stop() {
-    if (!run_.valid()) return;
-    const auto launcher = parse_int(first_line(folder_.path() / "launcher"));
-    if (launcher && run_.wait_for(milliseconds(0)) != std::future_status::ready)
-      ::kill(static_cast<pid_t>(*launcher), SIGTERM);
-    try {
-      run_.get();
-    } catch (const InterruptedError&) {
-      throw;
-    } catch (const std::exception&) {  // It was told to end.
-    }
-    read_finished();
-  }
-
-  struct Times {
-    double recovery;
-    std::optional<double> detection;  ///< Of the last survivor that has said so.
-  };
-  /// Kills a rank, and waits for the next step.
-  Times kill_one(std::mt19937_64& random) {
-    poll();
-    std::vector<int64_t> living;
-    for (const auto& [pid, read] : read_) {
-      if (read > 0 && is_alive(pid)) living.push_back(pid);
-    }
-    const int64_t victim = living.at(random() % living.size());
-    const int64_t before = generation_;
-    killed_[victim] = before;
-    const int64_t now = BenchClock::now().time_since_epoch().count();
-    ::kill(static_cast<pid_t>(victim), SIGKILL);
-    wait_for([&] { return generation_ > before; }, "step after a kill");
-    Times times{static_cast<double>(first_of_generation_ - now) / 1e9, {}};
-    for (const int64_t noticed : noticed_) {
-      if (noticed > now) times.detection = static_cast<double>(noticed - now) / 1e9;
-    }
-    return times;
-  }
-  int64_t last_step() const { return last_step_; }
-
-  struct Samples {
-    int64_t lost = 0;
-    int64_t repeated = 0;
-  };
-  /// Once it has stopped. Of epochs that are whole.
-  Samples audit() const;
-  /// The hashes of each whole epoch's weights: one, unless it was made twice to other bits.
-  std::map<int64_t, std::set<std::string>> weights() const;
-
- private:
-  static constexpr int64_t kMostRestarts = 1'000'000;
-  /// By step and generation: which processes.
-  using FinishedSteps = std::map<int64_t, std::map<int64_t, std::set<int64_t>>>;
-  struct Part {
-    int64_t epoch;
-    std::vector<int64_t> samples;
-  };
-  using BegunSteps = std::map<int64_t, std::map<int64_t, std::vector<Part>>>;
-
-  void read_finished();
-  BegunSteps begun() const;
-  std::set<int64_t> generations_that_finished(int64_t step) const;
-
-  TemporaryDirectory folder_{"lockstep-recovery"};
-  std::future<void> run_;
-  std::map<int64_t, size_t> read_;     ///< Numbers that were read, by process.
-  std::map<int64_t, int64_t> killed_;  ///< By process: in which generation.
-  std::vector<int64_t> noticed_;       ///< When; in ascending order.
-  FinishedSteps finished_;
-  int64_t generation_ = 0;
-  int64_t first_of_generation_ = 0;  ///< When its first step was finished.
-  int64_t last_step_ = 0;
-};
-
-void RecoveryJob::read_finished() {
-  for (const auto& entry : fs::directory_iterator(folder_.path())) {
-    const std::string name = entry.path().filename();
-    if (!name.starts_with("finished-")) continue;
-    const int64_t pid = parse_int(name.substr(9)).value();
-    size_t& read = read_[pid];
-    const auto numbers = numbers_in(entry.path(), read);
-    for (size_t i = 0; i + 3 <= numbers.size(); i += 3, read += 3) {
-      const int64_t generation = numbers[i], step = numbers[i + 1], time = numbers[i + 2];
-      if (step < 0) {
-        noticed_.push_back(time);
-        continue;
-      }
-      finished_[step][generation].insert(pid);
-      last_step_ = std::max(last_step_, step);
-      if (generation < generation_ || (generation == generation_ && time > first_of_generation_))
-        continue;
-      generation_ = generation;
-      first_of_generation_ = time;
-    }
-  }
-  std::sort(noticed_.begin(), noticed_.end());
-}
-
-RecoveryJob::BegunSteps RecoveryJob::begun() const {
-  BegunSteps begun;
-  for (const auto& [pid, read] : read_) {
-    const auto numbers = numbers_in(folder_.path() / ("begun-" + std::to_string(pid)));
-    for (size_t i = 0; i + 4 <= numbers.size();) {
-      const auto count = static_cast<size_t>(numbers[i + 3]);
-      if (i + 4 + count > numbers.size()) break;  // It was being written.
-      const auto first = numbers.begin() + static_cast<std::ptrdiff_t>(i) + 4;
-      begun[numbers[i + 1]][numbers[i]].push_back(
-          {numbers[i + 2], {first, first + static_cast<std::ptrdiff_t>(count)}});
-      i += 4 + count;
-    }
-  }
-  return begun;
-}
-
-/// A step that a rank alone finished, and was killed, is one that the others have dropped.
-std::set<int64_t> RecoveryJob::generations_that_finished(int64_t step) const {
-  std::set<int64_t> generations;
-  const auto found = finished_.find(step);
-  if (found == finished_.end()) return generations;
-  for (const auto& [generation, processes] : found->second) {
-    for (const int64_t pid : processes) {
-      const auto killed = killed_.find(pid);
-      if (killed == killed_.end() || killed->second != generation) generations.insert(generation);
-    }
-  }
-  return generations;
-}
-
-RecoveryJob::Samples RecoveryJob::audit() const {
-  Samples result;
-  std::map<int64_t, std::vector<int>> used;  // By epoch: how often each sample.
-  for (const auto& [step, generations] : begun()) {
-    const auto finished = generations_that_finished(step);
-    if (finished.empty()) continue;
-    // A generation that begins with a finished step may tell of it once more.
-    auto counts = generations.upper_bound(*finished.rbegin());
-    if (counts == generations.begin()) continue;
-    --counts;
-    for (auto made = generations.begin(); made != std::next(counts); ++made) {
-      for (const Part& part : made->second) {
-        auto& epoch = used[part.epoch];
-        epoch.resize(kSamplesOfEpoch);
-        if (made == counts) {
-          for (const int64_t sample : part.samples) ++epoch.at(static_cast<size_t>(sample));
-        } else if (finished.contains(made->first)) {
-          result.repeated += static_cast<int64_t>(part.samples.size());
-        }
-      }
-    }
-  }
-  for (const auto& [epoch, hashes] : weights()) {
-    for (const int times : used[epoch]) {
-      result.lost += times == 0 ? 1 : 0;
-      result.repeated += std::max(0, times - 1);
-    }
-  }
-  return result;
-}
-
-std::map<int64_t, std::set<std::string>> RecoveryJob::weights() const {
-  std::map<int64_t, std::set<std::string>> weights;
-  std::ifstream file(folder_.path() / "weights");
-  std::string hash;
-  for (int64_t epoch = 0; file >> epoch >> hash;) weights[epoch].insert(hash);
-  return weights;
-}
-
-double percentile(Figures values, double share) {
-  std::sort(values.begin(), values.end());
-  const auto place = static_cast<size_t>(share * static_cast<double>(values.size()));
-  return values.at(std::min(place, values.size() - 1));
-}
-
-/// What the kills of one row have come to.
-struct Outcome {
-  Figures recovery, detection;
-  RecoveryJob::Samples samples;
-  std::map<int64_t, std::set<std::string>> weights;
+  Figures recovery = {}, detection = {};
+  int64_t samples_repeated = 0;
+  std::map<std::string, std::set<std::string>> weights = {};  ///< Hashes, by epoch.
 
   int64_t kills() const { return static_cast<int64_t>(recovery.size()); }
 };
 
-class Recoveries {
- public:
-  explicit Recoveries(BenchRunner& runner)
-      : runner_(runner), data_(runner.options.data_dir), random_(runner.options.seed) {}
-
-  BenchRows rows() {
-    std::vector<Case> cases;
-    for (const int64_t ranks : runner_.options.devices) {
-      if (ranks < 2) throw UsageError("bench recovery: nobody survives of --devices 1");
-      for (const auto& [side, replacement] : std::initializer_list<std::pair<std::string, bool>>{
-               {"ours", true}, {"ours", false}, {"restart", true}, {"torchrun", true}})
-        if (side != "torchrun" || runner_.has_python()) cases.push_back({side, ranks, replacement});
-    }
-    std::vector<Outcome> outcomes(cases.size());
-    for (bool more = true; std::exchange(more, false);) {
-      for (size_t i = 0; i < cases.size(); ++i) {
-        if (outcomes[i].kills() >= runner_.options.kills) continue;
-        run_kills(cases[i], outcomes[i]);
-        more = true;
-      }
-    }
-    BenchRows rows;
-    for (size_t i = 0; i < cases.size(); ++i) rows.push_back(row_of(cases[i], outcomes[i]));
-    return rows;
+/// One job with so many kills, none for an undisturbed one: what recovery_kills.py writes.
+BenchRow run_job(BenchRunner& runner, const RecoveryRow& row, const std::string& data,
+                 int64_t kills, int64_t epochs = kEndless) {
+  const TemporaryDirectory folder("lockstep-recovery");
+  const BenchRow job = {{"kind", "recovery"},
+                        {"side", row.side},
+                        {"ranks", row.ranks},
+                        {"replacement", row.replacement},
+                        {"data", data},
+                        {"folder", folder.path().string()},
+                        {"epochs", epochs},
+                        {"save_every", kSaveEvery},
+                        {"restarts", row.replacement ? kMostRestarts : 0}};
+  auto command = worker_command(job);
+  if (row.side == "torchrun") {
+    const auto script = runner.python_command("recovery.py", job);
+    command = runner.torchrun(row.ranks,
+                              {"--standalone", "--max-restarts", std::to_string(kMostRestarts)});
+    command.insert(command.end(), script.begin(), script.end());
   }
+  // The weights after the next whole epoch tell whether kills have changed anything.
+  const bool tells = row.replacement && kills > 0;
+  const BenchRow config = {
+      {"command", command},
+      {"folder", folder.path().string()},
+      {"kills", kills},
+      {"seed", runner.options.seed + static_cast<uint64_t>(row.kills())},
+      {"steps_after", tells ? 2 * BenchData::kTrainSamples / 64 / row.ranks : 0}};
+  return runner.run_python("recovery, " + row.side, "recovery_kills.py", config).second;
+}
 
- private:
-  static std::string name_of(const Case& of) {
-    return of.side + ", " + counted(of.ranks, "rank") +
-           (of.replacement ? "" : ", without replacement");
-  }
+void run_kills(BenchRunner& runner, const std::string& data, RecoveryRow& row) {
+  int64_t kills = std::min(kKillsOfJob, runner.options.kills - row.kills());
+  if (!row.replacement) kills = std::min(kills, row.ranks - 1);
+  bench_progress(row.side + ", " + counted(row.ranks, "rank") +
+                 (row.replacement ? "" : ", without replacement") + ": kills " +
+                 std::to_string(row.kills() + 1) + " to " + std::to_string(row.kills() + kills));
+  const BenchRow result = run_job(runner, row, data, kills);
+  for (const double seconds : result.at("recovery")) row.recovery.push_back(seconds);
+  for (const double seconds : result.at("detection")) row.detection.push_back(seconds);
+  row.samples_repeated += result.at("samples_repeated").get<int64_t>();
+  for (const auto& [epoch, hashes] : result.at("weights").items())
+    row.weights[epoch].insert(hashes.begin(), hashes.end());
+}
 
-  void run_kills(const Case& of, Outcome& outcome) {
-    int64_t kills = std::min(kKillsOfJob, runner_.options.kills - outcome.kills());
-    if (!of.replacement) kills = std::min(kills, of.ranks - 1);
-    RecoveryJob job(runner_, of, data_.folder(), kEndless);
-    job.wait_for_step();
-    for (int64_t i = 0; i < kills; ++i) {
-      bench_progress(name_of(of) + ": kill " + std::to_string(outcome.kills() + 1));
-      job.run_for(std::chrono::duration<double>(std::uniform_real_distribution(0.1, 0.6)(random_)));
-      const auto times = job.kill_one(random_);
-      outcome.recovery.push_back(times.recovery);
-      if (times.detection) outcome.detection.push_back(*times.detection);
-    }
-    const int64_t step = job.last_step();
-    job.wait_for([&] { return job.last_step() > step + 2 * steps_of_epoch(of); }, "next epoch");
-    job.stop();
-    const auto samples = job.audit();
-    outcome.samples.lost += samples.lost;
-    outcome.samples.repeated += samples.repeated;
-    for (auto& [epoch, hashes] : job.weights()) outcome.weights[epoch].merge(hashes);
-  }
-  static int64_t steps_of_epoch(const Case& of) { return kSamplesOfEpoch / 64 / of.ranks; }
-
-  /// Of a run that nobody disturbs.
-  BenchRow has_same_weights(const Case& of, const Outcome& outcome) {
-    if (!of.replacement || outcome.weights.empty()) return nullptr;
-    RecoveryJob job(runner_, of, data_.folder(), outcome.weights.rbegin()->first + 1);
-    job.finish();
-    auto expected = job.weights();
-    return std::all_of(outcome.weights.begin(), outcome.weights.end(),
-                       [&](const auto& epoch) { return expected[epoch.first] == epoch.second; });
-  }
-
-  /// Steps in periods that begin with a kill, of those in periods between them.
-  BenchRow goodput(const Case& of) {
-    if (!of.replacement) return nullptr;
-    const std::chrono::duration<double> period(runner_.options.kill_every);
-    RecoveryJob job(runner_, of, data_.folder(), kEndless);
-    job.wait_for_step();
-    job.run_for(std::chrono::seconds(1));
-    double disturbed = 0, calm = 0;
-    for (int round = 0; round < runner_.options.rounds_or_default(); ++round) {
-      bench_progress(name_of(of) + ": goodput, round " + std::to_string(round + 1));
-      for (double* const steps : {&calm, &disturbed}) {
-        const int64_t before = job.last_step();
-        const auto end = BenchClock::now() + period;
-        if (steps == &disturbed) job.kill_one(random_);
-        job.run_for(end - BenchClock::now());
-        *steps += static_cast<double>(job.last_step() - before);
-      }
-    }
-    return disturbed / calm;
-  }
-
-  BenchRow row_of(const Case& of, const Outcome& outcome) {
-    BenchRow row = {{"side", of.side},
-                    {"devices", of.ranks},
-                    {"replacement", of.replacement},
-                    {"recovery_p50_s", median(outcome.recovery)},
-                    {"recovery_p99_s", percentile(outcome.recovery, 0.99)},
-                    {"detection_p50_s", nullptr},
-                    {"samples_lost", outcome.samples.lost},
-                    {"samples_repeated", outcome.samples.repeated}};
-    if (!outcome.detection.empty()) row["detection_p50_s"] = median(outcome.detection);
-    row["goodput"] = goodput(of);
-    row["sha256_equal"] = has_same_weights(of, outcome);
-    row["kills"] = outcome.kills();
-    row["dataset"] = data_.name();
-    row["seed"] = runner_.options.seed;
-    return row;
-  }
-
-  BenchRunner& runner_;
-  const BenchData data_;
-  std::mt19937_64 random_;
-};
+/// Whether they are those of a run that nobody disturbs.
+BenchRow has_same_weights(BenchRunner& runner, const std::string& data, const RecoveryRow& row) {
+  if (!row.replacement || row.weights.empty()) return nullptr;
+  int64_t epochs = 0;
+  for (const auto& [epoch, hashes] : row.weights)
+    epochs = std::max<int64_t>(epochs, std::stoll(epoch) + 1);
+  const BenchRow expected = run_job(runner, row, data, 0, epochs).at("weights");
+  return std::all_of(row.weights.begin(), row.weights.end(), [&](const auto& epoch) {
+    return expected.at(epoch.first) == BenchRow(epoch.second);
+  });
+}
 
 }  // namespace
 
+PlainJson recovery_worker(const PlainJson& config) {
+  // Once for all ranks, which are forks.
+  const TensorDataset data =
+      load_dataset("mnist", {.data_dir = config.at("data").get<std::string>()}).train;
+  launch::SpawnCall call;
+  call.name = "lockstep bench recovery";
+  call.recovers = config.at("side") == "ours";
+  SpawnOptions options;
+  options.max_restarts = config.at("restarts");
+  const auto become_rank = [&] {
+    const auto role = launch::spawn_ranks(config.at("ranks").get<int>(), options, call);
+    if (role == launch::SpawnRole::worker) train_rank(config, data);
+    return 0;
+  };
+  call.body = [&] { return run_guarded(call.name, become_rank); };
+  become_rank();
+  return {};
+}
+
 BenchRows bench_recovery(BenchRunner& runner) {
-  return Recoveries(runner).rows();
+  const BenchOptions& options = runner.options;
+  const BenchData data(options.data_dir);
+  std::vector<RecoveryRow> wanted;
+  for (const int64_t ranks : options.devices) {
+    if (ranks < 2) throw UsageError("bench recovery: nobody survives of --devices 1");
+    for (const bool replacement : {true, false}) wanted.push_back({"ours", ranks, replacement});
+    for (const char* side : {"restart", "torchrun"}) wanted.push_back({side, ranks, true});
+  }
+  for (bool more = true; std::exchange(more, false);) {
+    for (RecoveryRow& row : wanted) {
+      if (row.kills() >= options.kills) continue;
+      run_kills(runner, data.folder(), row);
+      more = true;
+    }
+  }
+  BenchRows rows;
+  for (const RecoveryRow& row : wanted) {
+    rows.push_back({{"side", row.side},
+                    {"devices", row.ranks},
+                    {"replacement", row.replacement},
+                    {"recovery_p50_s", median(row.recovery)},
+                    {"recovery_p99_s", percentile(row.recovery, 0.99)},
+                    {"detection_p50_s", nullptr},
+                    {"samples_repeated", row.samples_repeated},
+                    {"sha256_equal", has_same_weights(runner, data.folder(), row)},
+                    {"kills", row.kills()},
+                    {"dataset", data.name()},
+                    {"seed", options.seed}});
+    if (!row.detection.empty()) rows.back()["detection_p50_s"] = median(row.detection);
+  }
+  return rows;
 }
 
 }  // namespace lockstep::tool

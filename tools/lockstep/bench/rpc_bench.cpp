@@ -8,12 +8,10 @@
 #include <optional>
 
 #include "lockstep/rpc/rpc.h"
-#include "tools/lockstep/bench/worker.h"
+#include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {
 namespace {
-
-using PlainJson = nlohmann::json;
 
 /// A policy's layer, as a server of many small requests has it.
 constexpr int64_t kWidth = 1024;
@@ -43,10 +41,9 @@ struct Functions {
                                  {.size = kBatch});
 };
 
-PlainJson latency(std::vector<double> times) {
-  std::sort(times.begin(), times.end());
-  const double p50 = times[times.size() / 2], p99 = times[times.size() * 99 / 100];
-  return {{"p50_us", p50}, {"p99_us", p99}, {"calls_per_s", 1e6 / p50}};
+PlainJson latency(const Figures& times) {
+  const double p50 = median(times);
+  return {{"p50_us", p50}, {"p99_us", percentile(times, 0.99)}, {"calls_per_s", 1e6 / p50}};
 }
 
 /// Batches come out even, as in the twin: a last one that is not full would wait for its delay.
@@ -74,7 +71,7 @@ PlainJson throughput(const Function& function, int64_t calls) {
 
 PlainJson measure_call(const Functions& functions, const PlainJson& row, const PlainJson& config) {
   const std::string call = row.at("call");
-  const int64_t steps = row.value("steps", config.at("steps").get<int64_t>());
+  const int64_t steps = row.at("steps");
   const at::Tensor one = at::ones({1});
   if (call == "unbatched") return throughput(functions.unbatched, steps);
   if (call == "batched") return throughput(functions.batched, steps);
@@ -92,40 +89,22 @@ PlainJson measure_call(const Functions& functions, const PlainJson& row, const P
   return latency(timed(add, config.at("warmup"), steps));
 }
 
-/// The rows, with fewer calls for large tensors. `way`: LibTorch's own first, last TCP, as calls
+/// The rows, each way from a start of its own: LibTorch's calls, ours, and ours by TCP, as those
 /// between hosts go.
-PlainJson rows_to_measure(int64_t steps) {
-  const auto row = [](const char* call, int64_t bytes, const char* way) {
-    return PlainJson{{"call", call}, {"bytes", bytes}, {"way", way}};
+PlainJson ways_of(int64_t steps) {
+  const auto row = [](const char* call, int64_t bytes, int64_t calls) {
+    return PlainJson{{"call", call}, {"bytes", bytes}, {"steps", calls}};
   };
-  PlainJson rows = {row("own", 4, "own"),
-                    row("autograd", 4, "fast"),
-                    row("fast", 4, "fast"),
-                    row("echo", 65'536, "fast"),
-                    row("echo", 4'194'304, "fast"),
-                    row("unbatched", kWidth * 4, "fast"),
-                    row("batched", kWidth * 4, "fast"),
-                    row("tcp", 4, "tcp")};
-  rows[3]["steps"] = steps;
-  rows[4]["steps"] = std::max<int64_t>(steps / 10, 5);
-  return rows;
-}
-
-/// The results of one round, each way from a start of its own.
-BenchRow measure_round(BenchRunner& runner, BenchRow config) {
-  const BenchRow wanted = config.at("rows");
-  BenchRow results = BenchRow::array();
-  for (const char* way : {"own", "fast", "tcp"}) {
-    config["fast_calls"] = way != std::string("own");
-    config["shared_memory"] = way != std::string("tcp");
-    config["rows"] = BenchRow::array();
-    for (const auto& row : wanted) {
-      if (row.at("way") == way) config["rows"].push_back(row);
-    }
-    const BenchRow part = runner.run_ranks(false, config);
-    for (const auto& result : part.at("rows")) results.push_back(result);
-  }
-  return {{"rows", results}};
+  const auto way = [](bool fast_calls, bool shared_memory, std::vector<PlainJson> rows) {
+    return PlainJson{
+        {"fast_calls", fast_calls}, {"shared_memory", shared_memory}, {"rows", std::move(rows)}};
+  };
+  return {way(false, true, {row("own", 4, steps)}),
+          way(true, true,
+              {row("autograd", 4, steps), row("fast", 4, steps), row("echo", 65'536, steps),
+               row("echo", 4'194'304, std::max<int64_t>(steps / 10, 5)),
+               row("unbatched", kWidth * 4, steps), row("batched", kWidth * 4, steps)}),
+          way(true, false, {row("tcp", 4, steps)})};
 }
 
 }  // namespace
@@ -146,12 +125,20 @@ PlainJson rpc_worker(const PlainJson& config) {
 
 BenchRows bench_rpc(BenchRunner& runner) {
   const auto& options = runner.options;
-  const PlainJson wanted = rows_to_measure(options.steps);
-  const BenchRow config = {{"kind", "rpc"},          {"ranks", 2},
-                           {"backend", "auto"},      {"warmup", kWarmup},
-                           {"steps", options.steps}, {"rows", wanted}};
+  BenchRow config = {{"kind", "rpc"}, {"ranks", 2}, {"backend", "auto"}, {"warmup", kWarmup}};
+  const PlainJson ways = ways_of(options.steps);
+  PlainJson wanted = PlainJson::array();
+  for (const auto& way : ways) wanted.insert(wanted.end(), way["rows"].begin(), way["rows"].end());
   const Sides sides = runner.in_turns("rpc", runner.sides(), [&](const std::string& side) {
-    return side == kPythonSide ? runner.run_ranks(true, config) : measure_round(runner, config);
+    config["rows"] = wanted;
+    if (side == kPythonSide) return runner.run_ranks(true, config);
+    BenchRow results;
+    for (const auto& way : ways) {
+      config.update(BenchRow(way));
+      const BenchRow part = runner.run_ranks(false, config);
+      for (const auto& row : part.at("rows")) results["rows"].push_back(row);
+    }
+    return results;
   });
   const std::string& own = options.backends.front();
   BenchRows rows;

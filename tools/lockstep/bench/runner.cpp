@@ -10,59 +10,43 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/program.h"
 #include "tools/lockstep/bench/bench.h"
+#include "tools/lockstep/train/placement.h"
 
 namespace lockstep::tool {
-
-/// The Python twins' sources by file name; made by CMake from bench/.
-const std::map<std::string, std::string>& bench_scripts();
-
 namespace {
-
-using Json = nlohmann::ordered_json;
 
 /// Longer than any sensible run of one side of a round.
 constexpr auto kRunTimeout = std::chrono::minutes(10);
 
 /// What a run wrote; none: nothing, or not all of it.
-std::optional<Json> result_in(const std::string& file) {
+std::optional<BenchRow> result_in(const std::string& file) {
   std::error_code ignored;
   if (!std::filesystem::exists(file, ignored)) return std::nullopt;
-  auto result = Json::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
+  auto result = BenchRow::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
   return result.is_discarded() ? std::nullopt : std::optional(std::move(result));
 }
 
-/// The first that failed by itself says more than those that were then ended; none: all succeeded.
-const ProcessResult* failed_one(const std::vector<ProcessResult>& results) {
-  const ProcessResult* failed = nullptr;
-  for (const auto& result : results) {
-    const bool says_more = !failed || failed->status == 128 + SIGTERM;
-    if (result.status != 0 && says_more) failed = &result;
-  }
-  return failed;
-}
-
-/// Python's processes may crash while they end, as Gloo's threads do at times: all is measured
-/// then.
-void tell_of_crash(const std::string& what, const ProcessResult& crashed,
-                   const std::string& consequence) {
-  auto lines = split(crashed.err, '\n');
-  while (!lines.empty() && lines.back().empty()) lines.pop_back();
-  log_warning(what + " ended with exit code " + std::to_string(crashed.status) +
-              " after its result was written" + (lines.empty() ? "" : " (" + lines.back() + ")") +
-              "; " + consequence);
-}
-
 /// What processes have written. Throws when they failed, or wrote nothing. Python's may have
-/// crashed later.
-Json taken_result(const std::string& what, const std::vector<ProcessResult>& results,
-                  const std::string& file, bool with_python) {
+/// crashed later, as Gloo's threads do at times: all is measured then.
+BenchRow taken_result(const std::string& what, const std::vector<ProcessResult>& results,
+                      const std::string& file, bool with_python) {
   auto result = result_in(file);
-  if (const auto* failed = failed_one(results)) {
+  // The first that failed by itself says more than those that were then ended.
+  const ProcessResult* failed = nullptr;
+  for (const auto& one : results) {
+    if (one.status != 0 && (!failed || failed->status == 128 + SIGTERM)) failed = &one;
+  }
+  if (failed) {
     if (!with_python || !result) expect_success(what, *failed);
-    tell_of_crash(what, *failed, "the result counts");
+    auto lines = split(failed->err, '\n');
+    while (!lines.empty() && lines.back().empty()) lines.pop_back();
+    log_warning(what + " ended with exit code " + std::to_string(failed->status) +
+                " after its result was written" + (lines.empty() ? "" : " (" + lines.back() + ")") +
+                "; the result counts");
   }
   if (!result) throw Error(what + " wrote no result");
   return *result;
@@ -91,6 +75,10 @@ std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks,
   return env;
 }
 
+int64_t own_rank() {
+  return env_int("RANK").value_or(env_int("OMPI_COMM_WORLD_RANK").value_or(0));
+}
+
 }  // namespace
 
 double median(Figures values) {
@@ -98,6 +86,12 @@ double median(Figures values) {
   std::sort(values.begin(), values.end());
   const size_t middle = values.size() / 2;
   return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+double percentile(Figures values, double share) {
+  std::sort(values.begin(), values.end());
+  const auto place = static_cast<size_t>(share * static_cast<double>(values.size()));
+  return values.at(std::min(place, values.size() - 1));
 }
 
 double median_ratio(const Figures& ours, const Figures& theirs) {
@@ -109,36 +103,36 @@ double median_ratio(const Figures& ours, const Figures& theirs) {
 Figures figures_at(const Rounds& rounds, const std::string& pointer) {
   Figures figures;
   for (const auto& round : rounds) {
-    const Json& value = round.at(Json::json_pointer(pointer));
+    const BenchRow& value = round.at(BenchRow::json_pointer(pointer));
     if (!value.is_null()) figures.push_back(value);
   }
   return figures;
 }
 
-Json median_at(const Rounds& rounds, const std::string& pointer) {
+BenchRow median_at(const Rounds& rounds, const std::string& pointer) {
   Figures figures = figures_at(rounds, pointer);
-  return figures.empty() ? Json() : Json(median(std::move(figures)));
+  return figures.empty() ? BenchRow() : BenchRow(median(std::move(figures)));
 }
 
-Json middle_round(Rounds rounds, const std::string& key) {
-  std::sort(rounds.begin(), rounds.end(), [&](const Json& a, const Json& b) {
+BenchRow middle_round(Rounds rounds, const std::string& key) {
+  std::sort(rounds.begin(), rounds.end(), [&](const BenchRow& a, const BenchRow& b) {
     return a[key].get<double>() < b[key].get<double>();
   });
   return rounds[(rounds.size() - 1) / 2];
 }
 
-void add_comparison(Json& row, const std::string& key, const Sides& sides, const std::string& side,
-                    const std::string& pointer) {
+void add_comparison(BenchRow& row, const std::string& key, const Sides& sides,
+                    const std::string& side, const std::string& pointer, const std::string& ratio) {
   row[key] = median_at(sides.at(side), pointer);
   const auto python = sides.find(kPythonSide);
   if (python == sides.end()) return;
   row["python_" + key] = median_at(python->second, pointer);
-  row["ratio"] =
+  row[ratio] =
       median_ratio(figures_at(sides.at(side), pointer), figures_at(python->second, pointer));
 }
 
-Json pick(const Json& from, const std::vector<std::string>& keys) {
-  Json row;
+BenchRow pick(const BenchRow& from, const std::vector<std::string>& keys) {
+  BenchRow row;
   for (const auto& key : keys) row[key] = from.at(key);
   return row;
 }
@@ -155,14 +149,40 @@ std::string own_program() {
   return std::filesystem::read_symlink("/proc/self/exe").string();
 }
 
-std::vector<std::string> worker_command(const Json& config) {
+std::vector<std::string> under_run(int64_t ranks, const std::vector<std::string>& command) {
+  std::vector<std::string> words = {own_program(), "run", "--nproc-per-node",
+                                    std::to_string(ranks)};
+  words.insert(words.end(), command.begin(), command.end());
+  return words;
+}
+
+std::vector<std::string> worker_command(const BenchRow& config) {
   return {own_program(), "bench", "worker", config.dump()};
+}
+
+int run_worker(const std::string& text) {
+  const auto config = nlohmann::json::parse(text);
+  const PlainJson result = bench_named(config.at("kind")).worker(config);
+  if (own_rank() == 0 && !result.is_null())
+    write_file_atomically(config.at("result").get<std::string>(), result.dump());
+  return 0;
+}
+
+World join_group(const PlainJson& config) {
+  // The runner has started all ranks on this host; they meet by a file.
+  JobEnvironment job;
+  job.rank = job.local_rank = static_cast<int>(own_rank());
+  job.world_size = job.local_size = config.at("ranks");
+  job.single_host = true;
+  // Threads are those of OMP_NUM_THREADS, which the runner sets.
+  apply(choose_placement({}, config.at("bind_to"), job));
+  return init({.backend = config.at("backend"), .init_method = config.at("init_method")});
 }
 
 BenchRunner::BenchRunner(const BenchOptions& given) : options(given) {
   if (!options.compare_python) return;
   python_ = require_python_with_torch();
-  for (const auto& [name, text] : bench_scripts()) {
+  for (const auto& [name, text] : bench_files()) {
     write_file_atomically(folder_.path() / name, text);
   }
 }
@@ -182,7 +202,7 @@ std::vector<std::string> BenchRunner::sides() const {
 }
 
 Sides BenchRunner::in_turns(const std::string& what, const std::vector<std::string>& sides,
-                            const std::function<Json(const std::string&)>& run) const {
+                            const std::function<BenchRow(const std::string&)>& run) const {
   Sides results;
   const int rounds = options.rounds_or_default();
   for (int round = 1; round <= rounds; ++round) {
@@ -192,16 +212,16 @@ Sides BenchRunner::in_turns(const std::string& what, const std::vector<std::stri
   return results;
 }
 
-Sides BenchRunner::in_turns(const std::string& what, const Json& config, bool has_twin) {
+Sides BenchRunner::in_turns(const std::string& what, const BenchRow& config, bool has_twin) {
   return in_turns(what, has_twin ? sides() : options.backends, [&](const std::string& side) {
-    Json of_side = config;
+    BenchRow of_side = config;
     of_side["backend"] = side == kPythonSide ? options.backends.back() : side;
     return run_ranks(side == kPythonSide, of_side);
   });
 }
 
 std::vector<std::string> BenchRunner::python_command(const std::string& script,
-                                                     const Json& config) const {
+                                                     const BenchRow& config) const {
   return {python_->path.string(), (folder_.path() / script).string(), config.dump()};
 }
 
@@ -209,7 +229,7 @@ std::string BenchRunner::fresh(const std::string& what) {
   return (folder_.path() / (what + std::to_string(runs_++))).string();
 }
 
-Json BenchRunner::run_ranks(bool with_python, Json config) {
+BenchRow BenchRunner::run_ranks(bool with_python, BenchRow config) {
   config["bind_to"] = options.bind_to;
   config["result"] = fresh("result");
   config["init_method"] = "file://" + fresh("meet");
@@ -230,62 +250,43 @@ Json BenchRunner::run_ranks(bool with_python, Json config) {
   return taken_result(what, run_processes(specs, kRunTimeout), config["result"], with_python);
 }
 
-ProcessResult BenchRunner::run_whole(const std::string& what, std::vector<std::string> command,
-                                     bool with_python) const {
-  const auto env = rank_environment(-1, 0, options.threads, with_python);
+ProcessResult BenchRunner::run_whole(const std::string& what,
+                                     std::vector<std::string> command) const {
+  const auto env = rank_environment(-1, 0, options.threads, /*with_python=*/false);
   auto result = run_process({std::move(command), env}, kRunTimeout);
   expect_success(what, result);
   return result;
 }
 
-ProcessResult BenchRunner::run_python(std::vector<std::string> command) const {
-  return run_process({std::move(command), rank_environment(-1, 0, options.threads, true)},
-                     kRunTimeout);
-}
-
-Json BenchRunner::run_python_training(Json config) {
+std::pair<ProcessResult, BenchRow> BenchRunner::run_python(const std::string& what,
+                                                           const std::string& script,
+                                                           BenchRow config,
+                                                           std::vector<std::string> launcher) {
   config["init_method"] = "file://" + fresh("meet");
   config["result"] = fresh("result");
-  const auto run = run_python(python_command("train.py", config));
-  Json result = taken_result("Python's training", {run}, config["result"], /*with_python=*/true);
-  result["seconds"] = run.seconds;
-  result["peak_bytes"] = run.peak_bytes;
-  return result;
+  const auto command = python_command(script, config);
+  launcher.insert(launcher.end(), command.begin(), command.end());
+  const auto env = rank_environment(-1, 0, options.threads, /*with_python=*/true);
+  auto run = run_process({std::move(launcher), env}, kRunTimeout);
+  BenchRow result = taken_result(what, {run}, config["result"], /*with_python=*/true);
+  return {std::move(run), std::move(result)};
 }
 
-std::vector<std::string> BenchRunner::torchrun_command(
-    const std::string& script, const Json& config, int64_t ranks,
-    const std::vector<std::string>& flags) const {
+std::vector<std::string> BenchRunner::torchrun(int64_t ranks,
+                                               const std::vector<std::string>& flags) const {
   // Else ranks that start again meet by keys of those before them, and wait for ever.
-  std::vector<std::string> command = {"env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"};
-  command.insert(command.end(), {python_->path.string(), "-m", "torch.distributed.run",
-                                 "--nproc-per-node", std::to_string(ranks)});
-  command.insert(command.end(), flags.begin(), flags.end());
-  command.insert(command.end(), {(folder_.path() / script).string(), config.dump()});
-  return command;
+  std::vector<std::string> words = {"env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"};
+  words.insert(words.end(), {python_->path.string(), "-m", "torch.distributed.run", "--no-python",
+                             "--nproc-per-node", std::to_string(ranks)});
+  words.insert(words.end(), flags.begin(), flags.end());
+  return words;
 }
 
 double BenchRunner::torchrun_seconds(int64_t ranks) {
-  constexpr int kMostCrashes = 3;
-  for (int crashes = 0;; ++crashes) {
-    const std::string result = fresh("result");
-    // One that was free a moment ago: torchrun cannot be handed a socket.
-    const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
-    const auto run = run_python(torchrun_command("launch.py", {{"result", result}}, ranks,
-                                                 {"--master-port", std::to_string(port)}));
-    if (run.status == 0) return run.seconds;
-    if (!result_in(result) || crashes == kMostCrashes) expect_success("torchrun", run);
-    tell_of_crash("torchrun", run, "it is repeated");
-  }
-}
-
-double BenchRunner::python_launch_seconds(int64_t ranks) {
-  const Json config = {{"result", fresh("result")}, {"backend", "lockstep"}};
-  std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
-                                      std::to_string(ranks)};
-  const auto worker = python_command("launch.py", config);
-  command.insert(command.end(), worker.begin(), worker.end());
-  return run_whole("lockstep run", command, /*with_python=*/true).seconds;
+  // One that was free a moment ago: torchrun cannot be handed a socket.
+  const uint16_t port = bound_port(listen_on("127.0.0.1", 0).get());
+  const auto launcher = torchrun(ranks, {"--master-port", std::to_string(port)});
+  return run_python("torchrun", "launch.py", {}, launcher).first.seconds;
 }
 
 }  // namespace lockstep::tool

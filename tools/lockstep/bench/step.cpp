@@ -2,47 +2,112 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <array>
 
 #include "lockstep/base/words.h"
-#include "lockstep/data/dataset.h"
 #include "lockstep/train/step_profiler.h"
 #include "tools/lockstep/bench/step_bench.h"
-#include "tools/lockstep/bench/worker.h"
 #include "tools/lockstep/env_report.h"
-#include "tools/lockstep/mnist_folder.h"
 
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
-using PlainJson = nlohmann::json;
-
-/// Samples of a job whose model does not take MNIST's: as many, but fewer where one costs more.
-constexpr int64_t kRandomSamples = 60'000;
+/// Samples of a job: as many as MNIST has, but fewer where one costs more.
+constexpr int64_t kSamples = 60'000;
 constexpr int64_t kCostlySamples = 600;
 
-std::string text_of(const Json& config) {
+std::string text_of(const BenchRow& config) {
   const auto word = [&](const char* key) { return config[key].get<std::string>(); };
   return word("kind") + " " + word("model") + ", " + word("strategy") + ", " + word("precision") +
          ", " + counted(config["ranks"].get<int64_t>(), "rank");
 }
 
-BenchRow row_of(const Json& config, const std::string& backend) {
+BenchRow row_of(const BenchRow& config, const std::string& backend) {
   BenchRow row = pick(
       config, {"model", "batch_size", "ranks", "backend", "strategy", "precision", "optimizer"});
   row["backend"] = backend;
   return row;
 }
 
+/// As many as fit on a screen; a trace has them all.
+constexpr size_t kOperationsShown = 20;
+
+/// What comes after "step" is no part of the sum: it ran beside the others.
+constexpr const char* kLines[] = {"data",      "forward", "backward", "communication exposed",
+                                  "optimizer", "rest",    "step",     "communication hidden"};
+
+/// Microseconds, by line.
+std::array<double, std::size(kLines)> lines_of(const StepBreakdown& step) {
+  const auto part = [&](StepPart which) { return step.parts[static_cast<size_t>(which)]; };
+  return {part(StepPart::data),
+          part(StepPart::forward),
+          part(StepPart::backward),
+          step.exposed,
+          part(StepPart::optimizer),
+          step.rest,
+          step.step,
+          step.hidden};
+}
+
+Figures figures_of(const std::vector<StepBreakdown>& steps, size_t line) {
+  Figures figures;
+  for (const auto& step : steps) figures.push_back(lines_of(step)[line]);
+  return figures;
+}
+
+std::vector<StepProfile> profiles_from(const PlainJson& objects) {
+  std::vector<StepProfile> profiles;
+  for (const auto& object : objects) profiles.push_back(profile_from(object));
+  return profiles;
+}
+
+/// An operation's name without what they all have in common.
+std::string short_name(const std::string& name) {
+  constexpr const char* kEngine = "autograd::engine::evaluate_function: ";
+  return name.starts_with(kEngine) ? "engine: " + name.substr(std::string(kEngine).size()) : name;
+}
+
+/// Sets `profile` and `operations`, from the ranks' profiles.
+void add_profile(BenchRow& row, const PlainJson& objects) {
+  const auto profiles = profiles_from(objects);
+  std::vector<StepBreakdown> first, typical;  // Rank 0's steps, and one of each rank.
+  for (const auto& profile : profiles) {
+    auto steps = analyse(profile).steps;
+    typical.push_back(typical_step(steps));
+    if (first.empty()) first = std::move(steps);
+  }
+  const double whole = typical.front().step;
+  row["profile"] = BenchRow::array();
+  for (size_t line = 0; line < std::size(kLines); ++line) {
+    const Figures of_ranks = figures_of(typical, line);
+    const auto [least, most] = std::minmax_element(of_ranks.begin(), of_ranks.end());
+    row["profile"].push_back({{"part", kLines[line]},
+                              {"us", of_ranks.front()},
+                              {"share", of_ranks.front() / whole},
+                              {"median_us", median(figures_of(first, line))},
+                              {"rank_min_us", *least},
+                              {"rank_max_us", *most}});
+  }
+  if (profiles.front().operations.empty()) return;
+  row["operations"] = BenchRow::array();
+  for (const auto& cost : operation_costs(profiles.front())) {
+    row["operations"].push_back({{"operation", short_name(cost.name)},
+                                 {"calls", cost.calls},
+                                 {"us", cost.self_us},
+                                 {"share", cost.self_us / whole}});
+  }
+}
+
 void add_middle_profile(BenchRow& row, const Rounds& rounds, const BenchOptions& options) {
-  const Json middle = middle_round(rounds, "us_per_step");
+  const BenchRow middle = middle_round(rounds, "us_per_step");
   row["backend"] = middle["backend"];
   row["us_per_step"] = middle["us_per_step"];
   if (!options.trace.empty()) {
-    Json metadata = machine_context();
+    BenchRow metadata = machine_context();
     metadata["threads"] = options.threads;
     metadata.update(row);
-    write_trace(options.trace, middle["profiles"], metadata);
+    const auto trace = chrome_trace(profiles_from(middle["profiles"]), metadata);
+    write_file_atomically(options.trace, trace.dump() + "\n");
   }
   add_profile(row, middle["profiles"]);
 }
@@ -50,31 +115,14 @@ void add_middle_profile(BenchRow& row, const Rounds& rounds, const BenchOptions&
 PlainJson run_profile(const PlainJson& config, const World& world, StepBench& bench) {
   constexpr int64_t kBatches = 16;  // Full ones: a short one would be another step.
   DataLoader loader = bench.make_loader(bench.random_samples(kBatches * bench.batch_size()));
-  const auto run = [&](const StepProfilerOptions& options, int64_t steps) {
-    StepProfiler profiler(world.group(), options);
-    for (int64_t i = 0; i < steps; ++i) bench.profiled_step(profiler, loader);
-    return profiler.finish();
-  };
-  run({}, config.at("warmup"));
+  bench.profile(loader, config.at("warmup"));
   StepProfilerOptions options;
   options.operations = config.at("operations");
-  const StepProfile own = run(options, config.at("steps"));
+  const StepProfile own = bench.profile(loader, config.at("steps"), options);
   std::vector<StepBreakdown> steps = analyse(own).steps;
   return {{"us_per_step", typical_step(steps).step},
           {"backend", world.group().backend()},
           {"profiles", world.group().gather_object(to_object(own), 0)}};
-}
-
-TensorDataset samples_for(const PlainJson& config, const StepBench& bench) {
-  const ModelInfo info = model_info(config.at("model"));
-  constexpr int64_t kImage = 28 * 28;
-  if (info.per_token || c10::multiply_integers(info.input_shape) != kImage) {
-    const int64_t samples = info.regression ? kRandomSamples : kCostlySamples;
-    return bench.random_samples(samples / bench.data_shares());
-  }
-  DatasetOptions options;
-  options.data_dir = config.at("folder").get<std::string>();
-  return load_dataset("mnist", options).train;
 }
 
 /// Seconds of an epoch's steps, by part. They add up to all of them.
@@ -118,8 +166,8 @@ void add_speedup(BenchRows& rows) {
 
 }  // namespace
 
-std::vector<Json> cases_of(const BenchOptions& options, const std::string& kind) {
-  std::vector<Json> cases;
+std::vector<BenchRow> cases_of(const BenchOptions& options, const std::string& kind) {
+  std::vector<BenchRow> cases;
   for (const auto& model : options.models) {
     for (const int64_t ranks : options.devices) {
       for (const auto& strategy : options.strategies) {
@@ -152,10 +200,28 @@ PlainJson step_worker(const PlainJson& config) {
            median(timed([&] { bench.step(); }, config.at("warmup"), config.at("steps")))}};
 }
 
+std::string step_text(const BenchRows& rows) {
+  if (!rows.front().contains("profile")) return bench_table(rows);
+  std::string text;
+  for (const auto& row : rows) {
+    if (!text.empty()) text += '\n';
+    text += row["model"].get<std::string>() + ", batch " +
+            std::to_string(row["batch_size"].get<int64_t>()) + ", " +
+            counted(row["ranks"].get<int64_t>(), "rank") + " over " +
+            row["backend"].get<std::string>() + "\n";
+    text += bench_table(row["profile"].get<BenchRows>());
+    if (!row.contains("operations")) continue;
+    auto operations = row["operations"].get<BenchRows>();
+    if (operations.size() > kOperationsShown) operations.resize(kOperationsShown);
+    text += '\n' + bench_table(operations);
+  }
+  return text;
+}
+
 BenchRows bench_step(BenchRunner& runner) {
   const auto& options = runner.options;
   BenchRows rows;
-  for (Json& config : cases_of(options, "step")) {
+  for (BenchRow& config : cases_of(options, "step")) {
     config["profile"] = options.profile;
     config["operations"] = options.operations;
     const bool has_twin = config["strategy"] != "zero2";  // torch.distributed has none.
@@ -195,11 +261,11 @@ PlainJson memory_worker(const PlainJson& config) {
 
 BenchRows bench_memory(BenchRunner& runner) {
   BenchRows rows;
-  for (Json& config : cases_of(runner.options, "memory")) {
+  for (BenchRow& config : cases_of(runner.options, "memory")) {
     config["steps"] = 3;  // What is kept does not change after the first.
     bench_progress(text_of(config));
-    const Json result = runner.run_ranks(false, config);
-    for (const Json& rank : result["ranks"]) {
+    const BenchRow result = runner.run_ranks(false, config);
+    for (const BenchRow& rank : result["ranks"]) {
       rows.push_back(pick(config, {"strategy", "model", "ranks", "precision"}));
       rows.back().update(pick(rank, {"rank", "parameters", "state_bytes", "parameter_bytes",
                                      "gradient_bytes", "optimizer_bytes", "peak_rss_bytes"}));
@@ -211,46 +277,40 @@ BenchRows bench_memory(BenchRunner& runner) {
 PlainJson scaling_worker(const PlainJson& config) {
   const World world = join_group(config);
   StepBench bench(config, world);
-  const TensorDataset dataset = samples_for(config, bench);
+  const ModelInfo info = model_info(config.at("model"));
+  const bool costly = info.per_token || c10::multiply_integers(info.input_shape) > 28 * 28;
+  const TensorDataset dataset =
+      bench.random_samples((costly ? kCostlySamples : kSamples) / bench.data_shares());
   DataLoader loader = bench.make_loader(dataset);
   const int64_t steps = loader.batches_per_epoch();
-  const auto epoch = [&](int64_t count) {
-    StepProfiler profiler(world.group());
-    for (int64_t i = 0; i < count; ++i) bench.profiled_step(profiler, loader);
-    return profiler.finish();
-  };
-  epoch(std::min(steps, config.at("warmup").get<int64_t>()));
+  bench.profile(loader, std::min(steps, config.at("warmup").get<int64_t>()));
   Rounds epochs;
   for (int64_t i = 0; i < config.at("epochs").get<int64_t>(); ++i) {
     world.group().barrier();
     const auto start = BenchClock::now();
-    const StepProfile profile = epoch(steps);
+    const StepProfile profile = bench.profile(loader, steps);
     epochs.push_back({{"seconds", seconds_since(start)}, {"parts", part_seconds(profile)}});
   }
   PlainJson result = middle_round(std::move(epochs), "seconds");
-  result.update({{"steps", steps}, {"dataset", dataset.name}, {"samples", dataset.size()}});
+  result.update({{"steps", steps}, {"samples", dataset.size()}});
   return result;
 }
 
 BenchRows bench_scaling(BenchRunner& runner) {
   BenchOptions options = runner.options;
-  const BenchData data(options.data_dir);
   std::sort(options.devices.begin(), options.devices.end());
   options.backends.resize(1);
   BenchRows rows;
-  for (Json& config : cases_of(options, "scaling")) {
-    config["folder"] = data.folder().string();
+  for (BenchRow& config : cases_of(options, "scaling")) {
     config["epochs"] = options.epochs;
     const auto sides = runner.in_turns(text_of(config), options.backends, [&](const auto&) {
       return runner.run_ranks(false, config);
     });
-    const Json middle = middle_round(sides.begin()->second, "seconds");
+    const BenchRow middle = middle_round(sides.begin()->second, "seconds");
     rows.push_back(row_of(config, config["backend"]));
-    rows.back()["dataset"] = middle["dataset"] == "mnist" ? Json(data.name()) : middle["dataset"];
     rows.back().update(pick(middle, {"samples", "steps", "seconds", "parts"}));
   }
   add_speedup(rows);
-  if (!options.plot.empty()) write_scaling_plot(options.plot, rows);
   return rows;
 }
 
@@ -259,8 +319,7 @@ std::string scaling_text(const BenchRows& rows) {
   for (const BenchRow& row : rows) {
     text += line_of(row) + ", " + counted(row["ranks"].get<int64_t>(), "rank") + ": " +
             formatted("%.3f s", row["seconds"].get<double>()) + " an epoch of " +
-            std::to_string(row["samples"].get<int64_t>()) + " samples (" +
-            row["dataset"].get<std::string>() + "), speed-up " +
+            std::to_string(row["samples"].get<int64_t>()) + " samples, speed-up " +
             formatted("%.2f", row["speedup"].get<double>()) + ", efficiency " +
             formatted("%.0f%%", 100 * row["efficiency"].get<double>());
     std::vector<std::pair<double, std::string>> lost;

@@ -7,8 +7,6 @@
 #include <optional>
 
 #include "lockstep/optim/optim.h"
-#include "lockstep/parallel/strategies/strategies.h"
-#include "lockstep/train/loss.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
 
@@ -18,14 +16,9 @@ namespace {
 /// As the Python twins have it.
 OptimizerFactory bench_optimizer_factory(const std::string& name) {
   OptimizerOptions options;
-  options.lr = default_learning_rate(name);
-  if (name == "sgd") {
-    options.lr = 0.01;
-    options.momentum = 0.9;
-  }
-  return [name, options](std::vector<at::Tensor> parameters) {
-    return make_optimizer(name, std::move(parameters), options);
-  };
+  options.lr = name == "sgd" ? 0.01 : default_learning_rate(name);
+  if (name == "sgd") options.momentum = 0.9;
+  return optimizer_factory(name, options);
 }
 
 }  // namespace
@@ -35,33 +28,29 @@ std::shared_ptr<Model> seeded_model(const std::string& name) {
   return make_model(name);
 }
 
-StepBench::StepBench(const nlohmann::json& config, const World& world)
+StepBench::StepBench(const PlainJson& config, const World& world)
     : info_(model_info(config.at("model"))),
       batch_(config.at("batch_size")),
       device_(world.device()),
-      precision_({.precision = config.at("precision"), .device = device_}),
       model_(seeded_model(config.at("model"))) {
   model_->to(device_);
-  precision_.convert(*model_);
   format_ = memory_format_of("auto", *model_, device_);
   set_memory_format(*model_, format_);
-  StrategySetup setup;
-  setup.module = model_;
-  setup.layers = layers_of(*model_);
-  setup.forward = [](torch::nn::Module& copy, const at::Tensor& input) {
-    return dynamic_cast<Model&>(copy).forward(input);
+  ModelTrainingOptions training;
+  training.loss = info_.regression ? LossKind::mean_squared : LossKind::cross_entropy;
+  training.optimizer.make = bench_optimizer_factory(config.at("optimizer"));
+  module_ = std::make_shared<ModelTraining>(model_, training);
+  TrainerOptions options;
+  options.precision.precision = config.at("precision");
+  options.strategy = config.at("strategy");
+  const auto zeros = [this] {
+    const auto dtype = at::device(device_).dtype(info_.per_token ? at::kLong : at::kFloat);
+    return with_memory_format(at::zeros(SampleSpec{info_.input_shape}.batch_shape(batch_), dtype),
+                              format_);
   };
-  setup.make_optimizer =
-      precision_.optimizer_factory(bench_optimizer_factory(config.at("optimizer")));
-  setup.options.forward_context = precision_.forward_context();
-  setup.example_input = [this] {
-    const auto zeros = at::device(device_).dtype(info_.per_token ? at::kLong : at::kFloat);
-    const at::Tensor batch = at::zeros(SampleSpec{info_.input_shape}.batch_shape(batch_), zeros);
-    return precision_.convert_input(with_memory_format(batch, format_));
-  };
-  setup.group = world.group();
-  setup.device = device_;
-  strategy_ = make_strategy(config.at("strategy"), setup);
+  part_ = std::move(
+      detail::make_parts(module_, world.group(), device_, options, /*steps_of_run=*/1, zeros)
+          .front());
 }
 
 at::Tensor StepBench::draw_targets(int64_t samples) const {
@@ -80,12 +69,12 @@ void StepBench::draw_batch() {
 }
 
 at::Tensor StepBench::criterion(const at::Tensor& output, const at::Tensor& target) const {
-  const LossKind kind = info_.regression ? LossKind::mean_squared : LossKind::cross_entropy;
-  return precision_.scale(batch_loss(kind, precision_.convert_output(output), target));
+  Precision& precision = part_->precision();
+  return precision.scale(module_->loss(precision.convert_output(output), target));
 }
 
 BatchWork StepBench::work() {
-  const at::Tensor input = precision_.convert_input(x_);
+  const at::Tensor input = part_->precision().convert_input(x_);
   return {.loss = [this, input] { return criterion(model_->forward(input), y_); },
           .input = input,
           .target = y_,
@@ -94,17 +83,17 @@ BatchWork StepBench::work() {
 }
 
 void StepBench::update() {
-  const StepScale scale =
-      precision_.unscale(precision_.scales() ? strategy_->gradients() : std::vector<at::Tensor>(),
-                         strategy_->has_sharded_gradients() ? strategy_->group() : ProcessGroup());
-  strategy_->step(scale);
-  precision_.update();
+  Precision& precision = part_->precision();
+  const auto gradients = precision.scales() ? strategy().gradients() : std::vector<at::Tensor>();
+  strategy().step(precision.unscale(
+      gradients, strategy().has_sharded_gradients() ? strategy().group() : ProcessGroup()));
+  precision.update();
 }
 
 void StepBench::step(StateBytes* kept) {
-  strategy_->zero_grad();
-  strategy_->run_batch(work());
-  if (kept) *kept = strategy_->state_bytes();
+  strategy().zero_grad();
+  strategy().run_batch(work());
+  if (kept) *kept = strategy().state_bytes();
   update();
   if (device_.is_cuda()) torch::cuda::synchronize(device_.index());
 }
@@ -125,15 +114,22 @@ void StepBench::profiled_step(StepProfiler& profiler, DataLoader& loader) {
       part.emplace(profiler.part(StepPart::backward));
       return loss;
     };
-    strategy_->run_batch(batch);
+    strategy().run_batch(batch);
   }
   const auto part = profiler.part(StepPart::optimizer);
   update();
-  strategy_->zero_grad();
+  strategy().zero_grad();
+}
+
+StepProfile StepBench::profile(DataLoader& loader, int64_t steps,
+                               const StepProfilerOptions& options) {
+  StepProfiler profiler(strategy().group(), options);
+  for (int64_t i = 0; i < steps; ++i) profiled_step(profiler, loader);
+  return profiler.finish();
 }
 
 TensorDataset StepBench::random_samples(int64_t of_each) const {
-  const int64_t samples = of_each * strategy_->data_share().size;
+  const int64_t samples = of_each * strategy().data_share().size;
   const std::vector<int64_t> shape = SampleSpec{info_.input_shape}.batch_shape(samples);
   TensorDataset dataset;
   dataset.name = "random";
@@ -151,7 +147,7 @@ TensorDataset StepBench::random_samples(int64_t of_each) const {
 }
 
 DataLoader StepBench::make_loader(const TensorDataset& dataset) const {
-  const DataShare share = strategy_->data_share();
+  const DataShare share = strategy().data_share();
   LoaderOptions options;
   options.batch_size = batch_;
   const SamplerOptions sampler = {

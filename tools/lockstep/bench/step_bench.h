@@ -4,15 +4,15 @@
 
 #include <cstdint>
 #include <memory>
-#include <nlohmann/json_fwd.hpp>
 #include <vector>
 
-#include "lockstep/amp/precision.h"
 #include "lockstep/comm/world.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/models/models.h"
-#include "lockstep/parallel/strategy.h"
+#include "lockstep/train/model_training.h"
 #include "lockstep/train/step_profiler.h"
+#include "lockstep/train/trained_part.h"
+#include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {
 
@@ -24,14 +24,15 @@ std::shared_ptr<Model> seeded_model(const std::string& name);
 class StepBench {
  public:
   /// `config` names model, batch_size, strategy, optimizer and precision. A collective.
-  StepBench(const nlohmann::json& config, const World& world);
+  StepBench(const PlainJson& config, const World& world);
 
   /// A batch that stays, as the Python twin's.
   void draw_batch();
   /// `kept`: what this rank keeps when it keeps most, after backward.
   void step(StateBytes* kept = nullptr);
-  /// The same with a new batch from a loader, as `lockstep train` has it.
-  void profiled_step(StepProfiler& profiler, DataLoader& loader);
+  /// So many steps, each with a new batch from a loader, as `lockstep train` has them. A
+  /// collective.
+  StepProfile profile(DataLoader& loader, int64_t steps, const StepProfilerOptions& options = {});
   /// A loader of this rank's share of the samples.
   DataLoader make_loader(const TensorDataset& dataset) const;
   /// Random samples that fit the model, so many for each data share.
@@ -39,10 +40,11 @@ class StepBench {
 
   int64_t parameters() const;
   int64_t batch_size() const { return batch_; }
-  Strategy& strategy() { return *strategy_; }
-  int data_shares() const { return strategy_->data_share().size; }
+  Strategy& strategy() const { return part_->strategy(); }
+  int data_shares() const { return strategy().data_share().size; }
 
  private:
+  void profiled_step(StepProfiler& profiler, DataLoader& loader);
   BatchWork work();
   void update();
   at::Tensor criterion(const at::Tensor& output, const at::Tensor& target) const;
@@ -52,10 +54,10 @@ class StepBench {
   const ModelInfo info_;
   const int64_t batch_;
   const c10::Device device_;
-  Precision precision_;
   std::shared_ptr<Model> model_;
   at::MemoryFormat format_ = at::MemoryFormat::Contiguous;
-  std::unique_ptr<Strategy> strategy_;
+  std::shared_ptr<ModelTraining> module_;
+  std::unique_ptr<detail::TrainedPart> part_;
   at::Tensor x_;
   at::Tensor y_;
   int64_t epoch_ = 0;  ///< Of the loader.

@@ -6,28 +6,24 @@
 #include "lockstep/base/words.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
-#include "tools/lockstep/bench/worker.h"
+#include "tools/lockstep/bench/bench.h"
 #include "tools/lockstep/mnist_folder.h"
 
 namespace lockstep::tool {
 namespace {
 
-using Json = nlohmann::ordered_json;
-
 /// The accuracy in "test accuracy 0.9731 loss 0.0912", `lockstep train`'s last line.
 double accuracy_in(const std::string& output) {
   const std::string before = "test accuracy ";
   const size_t place = output.rfind(before);
-  if (place != std::string::npos) {
-    const auto words = split(output.substr(place + before.size()), ' ');
-    if (const auto value = parse_double(words.front())) return *value;
-  }
-  throw Error("lockstep train did not end with 'test accuracy X loss Y' but '" + output + "'");
+  if (place == std::string::npos)
+    throw Error("lockstep train did not end with 'test accuracy X loss Y' but '" + output + "'");
+  return std::stod(output.substr(place + before.size()));
 }
 
 /// `lockstep train` as a whole: seconds, peak_bytes, accuracy.
-Json run_training(const BenchRunner& runner, const std::string& folder, int64_t batch_size,
-                  const std::string& backend) {
+BenchRow run_training(const BenchRunner& runner, const std::string& folder, int64_t batch_size,
+                      const std::string& backend) {
   const auto& options = runner.options;
   const int64_t ranks = options.devices.front();
   auto command = split(
@@ -50,13 +46,12 @@ Json run_training(const BenchRunner& runner, const std::string& folder, int64_t 
 
 }  // namespace
 
-nlohmann::json loader_worker(const nlohmann::json& config) {
+PlainJson loader_worker(const PlainJson& config) {
   DatasetOptions options;
   options.data_dir = config.at("folder").get<std::string>();
   const auto dataset = load_dataset("mnist", options).train;
   LoaderOptions loader_options;
   loader_options.batch_size = config.at("batch_size");
-  loader_options.num_workers = config.at("workers");
   DataLoader loader(dataset, DistributedSampler({.dataset_size = dataset.size()}),
                     {lockstep::normalize()}, loader_options);
   const auto samples_per_second = [&](int64_t epoch, int64_t batches) {
@@ -79,22 +74,21 @@ nlohmann::json loader_worker(const nlohmann::json& config) {
 BenchRows bench_loader(BenchRunner& runner) {
   const auto& options = runner.options;
   const BenchData data(options.data_dir);
-  const Json config = {{"kind", "loader"},
-                       {"ranks", 1},
-                       {"folder", data.folder().string()},
-                       {"batch_size", options.batch_size_or(64)},
-                       {"workers", 0},
-                       {"epochs", 2},
-                       {"warmup", kWarmup},
-                       {"batches", options.steps}};
+  const BenchRow config = {{"kind", "loader"},
+                           {"ranks", 1},
+                           {"folder", data.folder().string()},
+                           {"batch_size", options.batch_size_or(64)},
+                           {"epochs", 2},
+                           {"warmup", kWarmup},
+                           {"batches", options.steps}};
   const Sides sides = runner.in_turns("loader", config);
   BenchRow row = {{"dataset", data.name()}};
-  row.update(pick(config, {"batch_size", "workers"}));
+  row.update(pick(config, {"batch_size"}));
   add_comparison(row, "samples_per_s", sides, options.backends.front(), "/samples_per_s");
   return {row};
 }
 
-nlohmann::json launch_worker(const nlohmann::json& config) {
+PlainJson launch_worker(const PlainJson& config) {
   const World world = init({.backend = config.at("backend")});
   auto one = at::ones({1}, world.device());
   world.group().all_reduce(one);
@@ -108,14 +102,11 @@ nlohmann::json launch_worker(const nlohmann::json& config) {
 BenchRows bench_launch(BenchRunner& runner) {
   BenchRows rows;
   for (const int64_t ranks : runner.options.devices) {
-    const auto measure = [&](const std::string& side) -> Json {
+    const auto measure = [&](const std::string& side) -> BenchRow {
       if (side == kPythonSide) return runner.torchrun_seconds(ranks);
       const auto worker = worker_command({{"kind", "launch"}, {"backend", side}});
       if (side == "mpi") return runner.run_whole("mpirun", under_mpirun(ranks, worker)).seconds;
-      std::vector<std::string> command = {own_program(), "run", "--nproc-per-node",
-                                          std::to_string(ranks)};
-      command.insert(command.end(), worker.begin(), worker.end());
-      return runner.run_whole("lockstep run", command).seconds;
+      return runner.run_whole("lockstep run", under_run(ranks, worker)).seconds;
     };
     const Sides sides =
         runner.in_turns("launch, " + counted(ranks, "rank"), runner.sides(), measure);
@@ -134,31 +125,27 @@ BenchRows bench_train(BenchRunner& runner) {
   const int64_t batch_size = options.batch_size_or(64), ranks = options.devices.front();
   std::vector<std::string> side_names = {backend};
   if (runner.has_python()) side_names.push_back(kPythonSide);
-  const Sides sides = runner.in_turns("train", side_names, [&](const std::string& side) {
-    if (side != kPythonSide) return run_training(runner, folder, batch_size, backend);
-    return runner.run_python_training({{"folder", folder},
-                                       {"ranks", ranks},
-                                       {"epochs", options.epochs},
-                                       {"batches", 0},
-                                       {"batch_size", batch_size},
-                                       {"lr", 0.01},
-                                       {"momentum", 0.9},
-                                       {"seed", 0}});
-  });
+  const BenchRow config = {
+      {"folder", folder}, {"ranks", ranks}, {"epochs", options.epochs}, {"batch_size", batch_size}};
+  const Sides sides =
+      runner.in_turns("train", side_names, [&](const std::string& side) -> BenchRow {
+        if (side != kPythonSide) return run_training(runner, folder, batch_size, backend);
+        const auto [run, result] = runner.run_python("Python's training", "train.py", config);
+        return {{"seconds", run.seconds},
+                {"peak_bytes", run.peak_bytes},
+                {"accuracy", result.at("accuracy")}};
+      });
   BenchRow row = {{"model", "mlp"},
                   {"dataset", data.name()},
                   {"ranks", ranks},
                   {"backend", backend},
                   {"epochs", options.epochs}};
   add_comparison(row, "seconds", sides, backend, "/seconds");
-  BenchRow others;
-  add_comparison(others, "accuracy", sides, backend, "/accuracy");
-  add_comparison(others, "peak_bytes", sides, backend, "/peak_bytes");
-  row.update(pick(others, {"peak_bytes", "accuracy"}));
-  if (!runner.has_python()) return {row};
-  row["python_peak_bytes"] = others["python_peak_bytes"];
-  row["memory_ratio"] = others["ratio"];  // That of the last comparison.
-  row["python_accuracy"] = others["python_accuracy"];
+  add_comparison(row, "peak_bytes", sides, backend, "/peak_bytes", "memory_ratio");
+  add_comparison(row, "accuracy", sides, backend, "/accuracy", "accuracy_ratio");
+  if (runner.has_python())
+    row["accuracy_points_away"] =
+        100 * std::abs(row["accuracy"].get<double>() - row["python_accuracy"].get<double>());
   return {row};
 }
 

@@ -2,6 +2,7 @@
 
 #include <httplib.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
@@ -18,7 +19,9 @@ namespace lockstep {
 namespace {
 
 constexpr std::chrono::seconds kLeastPause{1};  ///< Between what a page is sent.
-constexpr size_t kMostPages = 32;               ///< Each keeps a thread.
+/// Each page keeps a thread. Of more than so many the oldest ends, and its browser asks again.
+constexpr int64_t kMostPages = 24;
+constexpr size_t kThreads = 32;
 
 class Dashboard : public detail::JsonRows {
  public:
@@ -36,7 +39,8 @@ class Dashboard : public detail::JsonRows {
 
   void begin(int64_t step, int64_t epochs) override {
     if (thread_.joinable()) return;
-    if (step > 0 && std::filesystem::exists(options_.rows)) run_ = read_run(options_.rows);
+    if (step > 0 && std::filesystem::exists(options_.rows))
+      run_ = read_run(options_.rows, options_.name);
     serve();
   }
 
@@ -53,14 +57,16 @@ class Dashboard : public detail::JsonRows {
 
  private:
   void serve() {
-    server_.new_task_queue = [] { return new httplib::ThreadPool(kMostPages); };
+    server_.set_write_timeout(kLeastPause);  // Of a page that does not read.
+    server_.new_task_queue = [] { return new httplib::ThreadPool(kThreads); };
     server_.Get("/", [](const httplib::Request&, httplib::Response& response) {
       response.set_content(live_page(), "text/html; charset=utf-8");
     });
     server_.Get("/events", [this](const httplib::Request&, httplib::Response& response) {
       response.set_chunked_content_provider(
-          "text/event-stream", [this, seen = int64_t{0}](size_t, httplib::DataSink& sink) mutable {
-            return send_next(seen, sink);
+          "text/event-stream",
+          [this, number = ++pages_, seen = int64_t{0}](size_t, httplib::DataSink& sink) mutable {
+            return pages_ - number < kMostPages && send_next(seen, sink);
           });
     });
     // Without SO_REUSEPORT, httplib's default, with which two runs would share a port.
@@ -111,8 +117,9 @@ class Dashboard : public detail::JsonRows {
   DashboardOptions options_;
   httplib::Server server_;
   std::thread thread_;
-  bool knows_host_ = false;  ///< It has an address.
-  std::mutex mutex_;         ///< Of what follows.
+  bool knows_host_ = false;         ///< It has an address.
+  std::atomic<int64_t> pages_ = 0;  ///< That have come.
+  std::mutex mutex_;                ///< Of what follows.
   std::condition_variable changed_;
   RunData run_;
   int64_t version_ = 0;

@@ -28,17 +28,22 @@ int report_command(const std::vector<std::string>& args) {
   std::vector<std::string> paths;
   Cli cli("lockstep report",
           "Writes runs as one HTML page: curves, where the time of steps goes by rank, failures, "
-          "configuration, and how the runs differ. It needs no network.");
+          "configuration, and how the runs differ. Results of `lockstep bench` too: both sides, "
+          "ratios, targets, machine and versions. It needs no network.");
   cli.example("lockstep report runs/a runs/b",
               "Of `lockstep train --logger jsonl --log-dir runs/a`");
+  cli.example("lockstep report bench.json -o bench.html",
+              "Of `lockstep bench step --compare-python --output bench.json`");
   cli.option("-o,--output", output, "The page's file", "FILE");
-  cli.trailing("RUN...", paths, "Folders of --log-dir, or JSON lines of --metrics-file");
+  cli.trailing("RUN...", paths,
+               "Folders of --log-dir, JSON lines of --metrics-file, or an --output of lockstep "
+               "bench");
   if (!cli.parse(in_order(args))) return kExitSuccess;
   if (paths.empty()) throw UsageError("no run was named", "lockstep report runs/a");
   check_output_file("--output", output, "report.html");
-  std::vector<RunData> runs;
-  for (const auto& path : paths) runs.push_back(read_run(path));
-  write_file_atomically(output, report_page(runs));
+  std::vector<nlohmann::ordered_json> shown;
+  for (const auto& path : paths) shown.push_back(read_shown(path));
+  write_file_atomically(output, report_page(shown));
   print(output + "\n");
   return kExitSuccess;
 }

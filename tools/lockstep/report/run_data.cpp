@@ -22,9 +22,9 @@ std::string replaced(std::string text, const std::string& what, const std::strin
 }
 
 /// Within a script, where "</script>" would end it.
-std::string script_text(const json& value) {
+std::string script_text(const ordered_json& value) {
   std::string text;
-  for (const char c : value.dump(-1, ' ', false, json::error_handler_t::replace))
+  for (const char c : value.dump(-1, ' ', false, ordered_json::error_handler_t::replace))
     text += c == '<' ? std::string("\\u003c") : std::string(1, c);
   return text;
 }
@@ -121,14 +121,16 @@ json RunData::json() const {
           {"events", events_}};
 }
 
-RunData read_run(const fs::path& path) {
+RunData read_run(const fs::path& path, const std::string& name) {
+  const bool exists = fs::exists(path);
   const fs::path file = fs::is_directory(path) ? path / "metrics.jsonl" : path;
   std::ifstream lines(file);
   if (!lines) {
-    throw UsageError(file.string() + " cannot be read",
-                     "name a --log-dir of a run with --logger jsonl, or a --metrics-file");
+    throw UsageError(file.string() + (exists ? " cannot be read" : " does not exist"),
+                     "name a --log-dir of a run with --logger jsonl, a --metrics-file, or an "
+                     "--output of lockstep bench");
   }
-  RunData run(path.string());
+  RunData run(name.empty() ? path.string() : name);
   bool has_rows = false;
   for (std::string line; std::getline(lines, line);) {
     const auto row = ordered_json::parse(line, nullptr, /*allow_exceptions=*/false);
@@ -139,10 +141,17 @@ RunData read_run(const fs::path& path) {
   return run;
 }
 
-std::string report_page(const std::vector<RunData>& runs) {
-  json data = json::array();
-  for (const RunData& run : runs) data.push_back(run.json());
-  return page(script_text(data));
+ordered_json read_shown(const fs::path& path) {
+  if (fs::is_directory(path)) return read_run(path).json();
+  std::ifstream file(path);
+  auto bench = ordered_json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!bench.is_object() || !bench.contains("benchmark")) return read_run(path).json();
+  bench["name"] = path.string();
+  return bench;
+}
+
+std::string report_page(const std::vector<ordered_json>& shown) {
+  return page(script_text(shown));
 }
 
 std::string live_page() {

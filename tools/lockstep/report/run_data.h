@@ -53,11 +53,14 @@ class RunData {
 };
 
 /// Reads metrics.jsonl, or the file of that name in a folder. Throws UsageError where there is none
-/// and DataError for a file without rows.
-RunData read_run(const std::filesystem::path& path);
+/// and DataError for a file without rows. The run is called `name`, by default as its path.
+RunData read_run(const std::filesystem::path& path, const std::string& name = {});
+/// What the page shows of a run, or of a file that `lockstep bench --output` has written. Throws as
+/// read_run.
+nlohmann::ordered_json read_shown(const std::filesystem::path& path);
 
-/// The page as one HTML file, with these runs, or one that asks its server for them.
-std::string report_page(const std::vector<RunData>& runs);
+/// The page as one HTML file, with what read_shown gave, or one that asks its server for a run.
+std::string report_page(const std::vector<nlohmann::ordered_json>& shown);
 std::string live_page();
 
 }  // namespace lockstep
