@@ -48,7 +48,7 @@ for version in "$@"; do
   folder=build-versions/$version
   mkdir -p "$folder"
   if check "$version" "$folder" >"$folder/log" 2>&1; then
-    say "| $version | builds, ${#tests[@]} test programs and quickstart/distributed pass |"
+    say "| $version | builds, ${#tests[@]} test programs and quickstart/distributed and lockstep train pass |"
   else
     status=1
     say "| $version | FAILS: see $folder/log |"
