@@ -48,7 +48,8 @@ class CheckpointFiles : public testing::Test {
 
   std::string content(const std::string& name) { return read_file(folder_ / name); }
   void put(const std::string& name, const std::string& text) {
-    std::ofstream(folder_ / name, std::ios::binary | std::ios::trunc) << text;
+    fs::remove(folder_ / name);  // The disk is waited for when a file is cut and written anew.
+    std::ofstream(folder_ / name, std::ios::binary) << text;
   }
   void expect_damaged(const std::string& what) {
     EXPECT_THAT([&] { read_checkpoint(folder_); },

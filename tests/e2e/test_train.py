@@ -485,7 +485,8 @@ class Terminal(unittest.TestCase):
         self.assertTrue(any("samples/s" in bar and "ETA" in bar and "loss" in bar for bar in bars), bars)
         self.assertIn("\x1b[32m", output)
         self.assertNotIn("  step 50/", output)
-        self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n\Z")
+        # A busy machine may hold a rank up.
+        self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n(warning: rank \d is .*\r\n)*\Z")
 
     def test_the_first_bars_have_a_loss_and_a_speed(self):
         output = self.on_terminal("--max-epochs", 1, "--log-every-n-steps", 100000)

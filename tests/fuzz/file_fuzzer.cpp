@@ -64,6 +64,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     }
     const auto file = folder->path() / format;
     const bool is_checkpoint = format == "state.json";
+    std::filesystem::remove(file);  // The disk is waited for when a file is cut and written anew.
     std::ofstream(file, std::ios::binary)
         << (is_checkpoint ? with_checksum(bytes) : std::string(bytes));
     if (is_checkpoint) {

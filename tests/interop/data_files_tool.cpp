@@ -118,6 +118,7 @@ void corrupt(const std::filesystem::path& in, const std::string& name, uint64_t 
   uint64_t same = 0;
   for (uint64_t round = 0; round < rounds; ++round) {
     KeyedRandom random(seed, round);
+    std::filesystem::remove(file);  // The disk is waited for when a file is cut and written anew.
     std::ofstream(file, std::ios::binary) << damaged(whole, random);
     try {
       same += same_tensors(read_source(path), expected) ? 1 : 0;
