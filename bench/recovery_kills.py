@@ -71,6 +71,23 @@ class Job:
         self.wait_for(lambda: self.generation > before, "step after a kill")
         return (self.first_of_generation - at) / 1e9, (self.noticed - at) / 1e9 if self.noticed > at else None
 
+    def goodput(self, seconds, pairs, random):
+        """Steps in stretches of so many seconds with a kill, by those in stretches without one."""
+        made = [0, 0]
+        for _ in range(pairs):
+            for kills in (0, 1):
+                end, before = time.monotonic() + seconds, self.last_step
+                if kills:
+                    self.kill_one(random)
+                self.wait_for(lambda: time.monotonic() > end, "end of a stretch")
+                made[kills] += self.last_step - before
+        return made[1] / made[0]
+
+    def samples_lost(self):
+        """Of steps that nobody has finished although later ones were."""
+        steps = range(1, self.last_step)
+        return sum(max(self.samples.values()) for step in steps if step not in self.samples)
+
     def samples_repeated(self):
         """Of finished steps. One that a rank alone finished, and was killed, is one that the others have dropped."""
         made = collections.Counter(step for (step, generation), processes in self.finished.items()
@@ -91,17 +108,19 @@ def main():
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     job, chosen = Job(config["command"], pathlib.Path(config["folder"])), random.Random(config["seed"])
     try:
-        if config["kills"] == 0 and job.process.wait() != 0:  # Of so many epochs.
+        if config["ends"] and job.process.wait() != 0:
             sys.exit((job.folder / "errors").read_text())
-        job.wait_for(lambda: job.last_step > 0 or config["kills"] == 0, "first step")
+        job.wait_for(lambda: job.last_step > 0 or config["ends"], "first step")
         times = [job.kill_one(chosen) for _ in range(config["kills"])]
+        goodput = job.goodput(config["kill_every"], config["pairs"], chosen) if config["pairs"] else None
         last = job.last_step + config["steps_after"]
         job.wait_for(lambda: job.last_step >= last, "next epoch")
     finally:
         job.end()
     pathlib.Path(config["result"]).write_text(json.dumps({
         "recovery": [recovery for recovery, _ in times], "detection": [when for _, when in times if when is not None],
-        "samples_repeated": job.samples_repeated(), "weights": job.weights()}))
+        "goodput": goodput, "samples_lost": job.samples_lost(), "samples_repeated": job.samples_repeated(),
+        "weights": job.weights()}))
 
 
 if __name__ == "__main__":

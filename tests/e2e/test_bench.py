@@ -285,12 +285,13 @@ class Bench(unittest.TestCase):
 
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_recovery(self):
-        rows = bench("recovery", "--kills", 1, "--seed", 3, timeout=400,
+        rows = bench("recovery", "--kills", 1, "--kill-every", 0.2, "--rounds", 1, "--seed", 3, timeout=400,
                      LOCKSTEP_PYTHON=os.sys.executable)["results"]
         self.assertEqual([(row["side"], row["devices"], row["replacement"]) for row in rows],
                          [("ours", 2, True), ("ours", 2, False), ("restart", 2, True), ("torchrun", 2, True)])
         for row in rows:
-            self.assertEqual((row["kills"], row["seed"]), (1, 3), row)
+            self.assertEqual((row["kills"], row["seed"], row["samples_lost"]), (1, 3, 0), row)
+            self.assertEqual(row["goodput"] is None, not row["replacement"], row)
             self.assertGreater(row["recovery_p50_s"], 0)
             self.assertGreaterEqual(row["recovery_p99_s"], row["recovery_p50_s"])
         ours = rows[0]

@@ -63,6 +63,7 @@ struct BenchOptions {
   std::string trace = {};   ///< With `profile`: the file for a Chrome trace; empty: none.
   PipelineBenchOptions pipeline = {};
   int64_t kills = 100;      ///< Of bench recovery, of each row; as many as a p99 needs.
+  double kill_every = 10;   ///< Seconds, where bench recovery measures goodput; as busy hosts fail.
   uint64_t seed = 0;        ///< The same: of what is killed when.
   bool json = false;        ///< Print one JSON object instead of a table.
   std::string output = {};  ///< The file for that object too; empty: none.
@@ -203,9 +204,10 @@ Measure bench_rpc;
 Worker rpc_worker;
 /// side (ours; restart, where all start again from checkpoints; torchrun, the same with Python's
 /// DDP), devices, replacement, recovery_p50_s and recovery_p99_s (from a kill to the next finished
-/// step), detection_p50_s (to the last survivor's failed call), samples_repeated (of finished steps
-/// that were made again), sha256_equal (the weights after each epoch, to those of a run without
-/// kills). Null where there is none.
+/// step), detection_p50_s (to the last survivor's failed call), samples_lost (of steps that nobody
+/// finished), samples_repeated (of finished steps that were made again), goodput (steps with a kill
+/// every `kill_every` seconds, by those without), sha256_equal (the weights after each epoch, to
+/// those of a run without kills). Null where there is none.
 Measure bench_recovery;
 Worker recovery_worker;
 Measure bench_loader;  ///< dataset, batch_size, samples_per_s

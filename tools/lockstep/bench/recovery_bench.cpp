@@ -113,15 +113,22 @@ struct RecoveryRow {
   int64_t ranks;
   bool replacement;
   Figures recovery = {}, detection = {};
-  int64_t samples_repeated = 0;
+  int64_t samples_lost = 0, samples_repeated = 0;
   std::map<std::string, std::set<std::string>> weights = {};  ///< Hashes, by epoch.
 
   int64_t kills() const { return static_cast<int64_t>(recovery.size()); }
 };
 
-/// One job with so many kills, none for an undisturbed one: what recovery_kills.py writes.
+/// What recovery_kills.py does with a job.
+struct JobPlan {
+  int64_t kills = 0;
+  int64_t epochs = kEndless;  ///< Else the job ends by itself.
+  int pairs = 0;              ///< Of stretches with and without a kill, for goodput.
+};
+
+/// One job: what recovery_kills.py writes.
 BenchRow run_job(BenchRunner& runner, const RecoveryRow& row, const std::string& data,
-                 int64_t kills, int64_t epochs = kEndless) {
+                 const JobPlan& plan) {
   const TemporaryDirectory folder("lockstep-recovery");
   const BenchRow job = {{"kind", "recovery"},
                         {"side", row.side},
@@ -129,7 +136,7 @@ BenchRow run_job(BenchRunner& runner, const RecoveryRow& row, const std::string&
                         {"replacement", row.replacement},
                         {"data", data},
                         {"folder", folder.path().string()},
-                        {"epochs", epochs},
+                        {"epochs", plan.epochs},
                         {"save_every", kSaveEvery},
                         {"restarts", row.replacement ? kMostRestarts : 0}};
   auto command = worker_command(job);
@@ -140,11 +147,14 @@ BenchRow run_job(BenchRunner& runner, const RecoveryRow& row, const std::string&
     command.insert(command.end(), script.begin(), script.end());
   }
   // The weights after the next whole epoch tell whether kills have changed anything.
-  const bool tells = row.replacement && kills > 0;
+  const bool tells = row.replacement && plan.kills > 0;
   const BenchRow config = {
       {"command", command},
       {"folder", folder.path().string()},
-      {"kills", kills},
+      {"kills", plan.kills},
+      {"ends", plan.epochs != kEndless},
+      {"pairs", plan.pairs},
+      {"kill_every", runner.options.kill_every},
       {"seed", runner.options.seed + static_cast<uint64_t>(row.kills())},
       {"steps_after", tells ? 2 * BenchData::kTrainSamples / 64 / row.ranks : 0}};
   return runner.run_python("recovery, " + row.side, "recovery_kills.py", config).second;
@@ -156,9 +166,10 @@ void run_kills(BenchRunner& runner, const std::string& data, RecoveryRow& row) {
   bench_progress(row.side + ", " + counted(row.ranks, "rank") +
                  (row.replacement ? "" : ", without replacement") + ": kills " +
                  std::to_string(row.kills() + 1) + " to " + std::to_string(row.kills() + kills));
-  const BenchRow result = run_job(runner, row, data, kills);
+  const BenchRow result = run_job(runner, row, data, {.kills = kills});
   for (const double seconds : result.at("recovery")) row.recovery.push_back(seconds);
   for (const double seconds : result.at("detection")) row.detection.push_back(seconds);
+  row.samples_lost += result.at("samples_lost").get<int64_t>();
   row.samples_repeated += result.at("samples_repeated").get<int64_t>();
   for (const auto& [epoch, hashes] : result.at("weights").items())
     row.weights[epoch].insert(hashes.begin(), hashes.end());
@@ -170,10 +181,17 @@ BenchRow has_same_weights(BenchRunner& runner, const std::string& data, const Re
   int64_t epochs = 0;
   for (const auto& [epoch, hashes] : row.weights)
     epochs = std::max<int64_t>(epochs, std::stoll(epoch) + 1);
-  const BenchRow expected = run_job(runner, row, data, 0, epochs).at("weights");
+  const BenchRow expected = run_job(runner, row, data, {.epochs = epochs}).at("weights");
   return std::all_of(row.weights.begin(), row.weights.end(), [&](const auto& epoch) {
     return expected.at(epoch.first) == BenchRow(epoch.second);
   });
+}
+
+/// What is left of the steps of an undisturbed job where a rank is killed every `kill_every`.
+BenchRow goodput_of(BenchRunner& runner, const std::string& data, const RecoveryRow& row) {
+  if (!row.replacement) return nullptr;
+  bench_progress(row.side + ", " + counted(row.ranks, "rank") + ": goodput");
+  return run_job(runner, row, data, {.pairs = runner.options.rounds_or_default()}).at("goodput");
 }
 
 }  // namespace
@@ -221,7 +239,9 @@ BenchRows bench_recovery(BenchRunner& runner) {
                     {"recovery_p50_s", median(row.recovery)},
                     {"recovery_p99_s", percentile(row.recovery, 0.99)},
                     {"detection_p50_s", nullptr},
+                    {"samples_lost", row.samples_lost},
                     {"samples_repeated", row.samples_repeated},
+                    {"goodput", goodput_of(runner, data.folder(), row)},
                     {"sha256_equal", has_same_weights(runner, data.folder(), row)},
                     {"kills", row.kills()},
                     {"dataset", data.name()},
