@@ -173,7 +173,7 @@ class CheckedWork final : public TranslatedWork {
           std::rethrow_exception(translate(now, timeout));
       }
       if (inner().isCompleted()) continue;
-      if (report_.context->seen_failure()) give_up({}, timeout);
+      if (is_over()) give_up({}, timeout);
       const auto died = report_.context->died();
       if (died.empty()) {
         seen.reset();
@@ -183,6 +183,12 @@ class CheckedWork final : public TranslatedWork {
         give_up(died, timeout);
       }
     }
+  }
+
+  /// Whether a later generation has begun, for which no rank is at fault.
+  bool is_over() const {
+    const auto failure = report_.context->seen_failure();
+    return failure && failure->kind == Failure::Kind::gave_up && failure->ranks.empty();
   }
 
   [[noreturn]] void give_up(const std::vector<int>& died, milliseconds timeout) const {
