@@ -18,7 +18,9 @@ class CudaBuild(unittest.TestCase):
             if fetched.returncode or not (folder / "packages/torch/lib/libtorch_cuda.so").exists():
                 self.skipTest(f"pip has no CUDA build of torch {version}: {fetched.stderr[-300:]}")
             out = t.run("cmake", "-S", t.SOURCE_DIR, "-B", folder / "build", "-G", "Ninja", "-DLOCKSTEP_BUILD_TESTS=OFF",
-                        f"-DLOCKSTEP_TORCH={folder}/packages/torch", timeout=300).stdout
+                        f"-DLOCKSTEP_TORCH={folder}/packages/torch",
+                        f"-DLibTorch_CUDA_INCLUDE={folder}/packages/nvidia/cu13/include",  # not a toolkit's
+                        timeout=300).stdout
             self.assertIn("(CUDA build: ON)", out)
             self.assertNotIn("Without backend nccl", out)
             t.run("ninja", "-C", folder / "build", "lockstep_comm_nccl", timeout=900)
