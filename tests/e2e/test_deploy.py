@@ -346,7 +346,7 @@ class OnTwoHosts(Deployed):
         text = (TEMPLATES / "kubernetes.yaml").read_text()
         command = [word.strip().strip('"') for word in re.search(r"command: \[(.*?)\]", text, re.S)[1].split(",")]
         command = " ".join(command).replace("lockstep ", f"{t.LOCKSTEP} ").replace("/data", str(self.folder))
-        command = command.replace("--dataset digits", " ".join((*map(str, data(self.folder)), f"--save-weights {self.folder}/w.safetensors")))
+        command = command.replace("--dataset digits", shlex.join(map(str, data(self.folder))) + f" --save-weights {self.folder}/w.safetensors")
         command = command.replace("--nproc-per-node 4", "--nproc-per-node 1")
         self.name_hosts({f"lockstep-{index}.lockstep": host for index, host in enumerate(self.hosts)}, "pods")
         pods = lambda: [self.start(*host.command(*command.split()), LOCKSTEP_TOKEN="a token of sixteen letters") for host in self.hosts]

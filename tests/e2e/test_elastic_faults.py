@@ -164,7 +164,8 @@ class Faults(unittest.TestCase):
             etcd.members[self.chance.randrange(3)].send_signal(SIGNALS[name])
             before = etcd.leases_kept()
             # Each host's lease lasts for 2 s and is kept three times a second.
-            t.wait_until(lambda: sum(count - before.get(member, 0) for member, count in etcd.leases_kept().items()) > 18, 60,
+            kept = lambda: sum(count - before.get(member, 0) for member, count in etcd.leases_kept().items()) > 18
+            t.wait_until(lambda: kept() or any(host.process.poll() is not None for host in job.hosts.values()), 60,
                          "leases that are kept")
             self.expect_end_of_this_generation(folder, job)
 

@@ -101,7 +101,8 @@ class AmpParity(unittest.TestCase):
                 made = batches(config, ranks)
             save(made, config["input"])
             configs.append(config)
-        for side, command in (("cpp", [AMP_PARITY]), ("python", [*torch_forks.python("torch.distributed.fsdp.sharded_grad_scaler"), HERE / "amp_parity_worker.py"])):
+        python = torch_forks.python("torch.distributed.fsdp.sharded_grad_scaler")
+        for side, command in (("cpp", [AMP_PARITY]), ("python", [*python, HERE / "amp_parity_worker.py"])):
             run_job(command, ranks, folder, side, configs)
         for number, name in enumerate(RUNS[ranks]):
             for rank in range(ranks):

@@ -49,7 +49,8 @@ class Parity(unittest.TestCase):
             write_input(folder / "input.safetensors")
             runs = [config_of(folder, schedule, ranks * (2 if schedule.startswith("inter") else 1))
                     for schedule in SCHEDULES]
-            run_job([*torch_forks.python("torch.distributed.pipelining"), HERE / "pipeline_worker.py"], ranks, folder, "python", runs, backend="gloo")
+            run_job([*torch_forks.python("torch.distributed.pipelining"), HERE / "pipeline_worker.py"], ranks, folder, "python",
+                    runs, backend="gloo")
             for backend in ("shm", "gloo"):
                 run_job([RANK], ranks, folder, backend, runs, backend=backend)
                 for i, run in enumerate(runs):

@@ -44,9 +44,10 @@ class Ranks:
 
     def __init__(self):
         self.processes, self.answers = [], []
+        python = torch_forks.python("torch.testing._internal.common_distributed", executable=w.PYTHON)
         for rank in range(RANKS):
             process = subprocess.Popen(
-                [*torch_forks.python("torch.testing._internal.common_distributed", executable=w.PYTHON), w.HERE / "suite_rank.py", str(rank), str(RANKS)], text=True, bufsize=1,
+                [*python, w.HERE / "suite_rank.py", str(rank), str(RANKS)], text=True, bufsize=1,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
                 env=t.clean_environment(PYTHONUNBUFFERED=1))
             self.processes.append(process)

@@ -28,8 +28,8 @@ SANITIZED = _sanitized()
 JOB_MARK = f"TEST_JOB_MARK={os.getpid()}-{time.monotonic_ns()}"
 os.environ.update([JOB_MARK.split("=")])
 
-# A script's background job ignores these, and all that it starts would as well.
-for _number in (signal.SIGINT, signal.SIGQUIT):
+# A script's background job ignores these, under nohup the last too, and all that it starts would as well.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, signal.SIG_DFL)
 
