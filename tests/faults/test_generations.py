@@ -57,8 +57,8 @@ class Generations(unittest.TestCase):
                     member.kill()
                     member.wait(20)
         weights = []
-        for member, (output, errors) in zip(members, told):
-            self.assertEqual(member.returncode, 0, errors)
+        self.assertEqual([member.returncode for member in members], [0] * len(members), told)
+        for output, _ in told:
             result = json.loads(output)
             self.assertEqual(result["seen"], result["deaths"], result)
             before, after = result["before"], result["after"]
