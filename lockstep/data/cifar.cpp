@@ -118,7 +118,7 @@ TensorDataset load_part(const fs::path& folder, const std::vector<std::string>& 
 
 /// Gives the exit status, or -1 where it was killed or could not be started.
 int run_tar(const fs::path& archive, const fs::path& folder) {
-  std::array<std::string, 6> words{"tar", "-xzof",          archive.string(),
+  std::array<std::string, 6> words{"tar", "-xzof",         archive.string(),
                                    "-C",  folder.string(), "--strip-components=1"};
   std::array<char*, words.size() + 1> argv{};
   std::transform(words.begin(), words.end(), argv.begin(), [](auto& word) { return word.data(); });
