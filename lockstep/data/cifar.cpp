@@ -1,6 +1,8 @@
 #include "lockstep/data/cifar.h"
 
 #include <ATen/ops/empty.h>
+#include <spawn.h>
+#include <sys/wait.h>
 
 #include <algorithm>
 #include <array>
@@ -14,7 +16,6 @@
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
 #include "lockstep/data/folder_lock.h"
-#include "lockstep/data/tar.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -115,22 +116,30 @@ TensorDataset load_part(const fs::path& folder, const std::vector<std::string>& 
   return part;
 }
 
-/// Writes the archive's six files into `folder`, which comes to be with all of them or not at all.
+/// Gives the exit status, or -1 where it was killed or could not be started.
+int run_tar(const fs::path& archive, const fs::path& folder) {
+  std::array<std::string, 6> words{"tar", "-xzof",         archive.string(),
+                                   "-C",  folder.string(), "--strip-components=1"};
+  std::array<char*, words.size() + 1> argv{};
+  std::transform(words.begin(), words.end(), argv.begin(), [](auto& word) { return word.data(); });
+  pid_t pid = 0;
+  int status = 0;
+  if (::posix_spawnp(&pid, argv[0], nullptr, nullptr, argv.data(), environ) != 0) return -1;
+  while (::waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+/// Unpacks the archive into `folder`, which comes to be with all files or not at all.
 void unpack(const fs::path& archive, const fs::path& folder) {
   const fs::path aside = make_unique_folder(folder.string() + ".part");
   try {
-    const auto wanted = [](const TarMember& member) {
-      const auto files = all_files();
-      return std::find(files.begin(), files.end(), fs::path(member.name).filename()) != files.end();
-    };
-    read_tar(archive, wanted, [&](const TarMember& member, ContentReader& reader) {
-      std::string content(member.size, '\0');
-      reader.read_exact(content.data(), content.size(), member.name);
-      write_file_atomically(aside / fs::path(member.name).filename(), content);
-    });
-    if (const auto missing = missing_in(aside); !missing.empty()) {
+    if (const int status = run_tar(archive, aside); status != 0)
+      throw DataError(
+          archive.string() + ": tar failed to unpack it, status " + std::to_string(status),
+          "is the program tar installed, and is there room on the disk?");
+    if (const auto missing = missing_in(aside); !missing.empty())
       throw DataError(archive.string() + " lacks " + join(missing, ", "));
-    }
     fs::rename(aside, folder);
   } catch (...) {
     std::error_code ignored;

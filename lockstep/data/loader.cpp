@@ -3,18 +3,24 @@
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ParallelGuard.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <condition_variable>
+#include <csignal>
+#include <exception>
+#include <functional>
 #include <mutex>
 #include <numeric>
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "lockstep/base/error.h"
-#include "lockstep/data/prefetcher.h"
 #include "lockstep/data/transform_runner.h"
 
 namespace lockstep {
@@ -67,6 +73,94 @@ class BufferPool {
   const bool pin_;
   std::mutex mutex_;
   std::vector<Buffer> buffers_;
+};
+
+/// Threads that make batches [first, last) ahead of the thread that takes them, in order. At most
+/// `window` batches are ready or in the making at a time. All signals are blocked in the threads,
+/// so that they go to the program's own. LibTorch's operations run on the thread itself there. A
+/// machine that cannot start a thread ends the program.
+class Prefetcher {
+ public:
+  /// Makes batch number `batch`. Called from the thread `worker` in [0, workers).
+  using Make = std::function<Batch(int worker, int64_t batch)>;
+
+  Prefetcher(int workers, int64_t window, int64_t first, int64_t last, Make make)
+      : make_(std::move(make)), last_(last), slots_(window), claimed_(first), taken_(first) {
+    for (int worker = 0; worker < workers; ++worker)
+      threads_.emplace_back([this, worker] { work(worker); });
+  }
+  /// Lets each thread finish the batch that it is at, and joins.
+  ~Prefetcher() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    room_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  Prefetcher(const Prefetcher&) = delete;
+  Prefetcher& operator=(const Prefetcher&) = delete;
+
+  /// The next batch. Waits until it is made. Throws what making it threw. Not to be called after
+  /// the last one or after it threw.
+  Batch take() {
+    std::unique_lock lock(mutex_);
+    Slot& next = slot(taken_);
+    ready_.wait(lock, [&] { return next.batch.has_value() || next.error != nullptr; });
+    Slot taken = std::exchange(next, Slot{});
+    ++taken_;
+    lock.unlock();
+    room_.notify_one();
+    if (taken.error) std::rethrow_exception(taken.error);
+    return std::move(*taken.batch);
+  }
+
+ private:
+  struct Slot {
+    std::optional<Batch> batch;
+    std::exception_ptr error;
+  };
+
+  Slot& slot(int64_t batch) { return slots_[batch % static_cast<int64_t>(slots_.size())]; }
+
+  /// The number of the next batch to make, as soon as there is room for it. None at the end.
+  std::optional<int64_t> claim() {
+    std::unique_lock lock(mutex_);
+    const auto window = static_cast<int64_t>(slots_.size());
+    room_.wait(lock, [&] { return stopping_ || claimed_ >= last_ || claimed_ < taken_ + window; });
+    if (stopping_ || claimed_ >= last_) return std::nullopt;
+    return claimed_++;
+  }
+
+  void work(int worker) {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    // No team of threads for each worker's tensor operations.
+    const c10::ParallelGuard one_thread(true);
+    while (const std::optional<int64_t> batch = claim()) {
+      Slot made;
+      try {
+        made.batch = make_(worker, *batch);
+      } catch (...) {
+        made.error = std::current_exception();
+      }
+      const std::lock_guard lock(mutex_);
+      slot(*batch) = std::move(made);
+      ready_.notify_one();
+    }
+  }
+
+  const Make make_;
+  const int64_t last_;
+  std::mutex mutex_;  ///< Guards all below but the threads.
+  std::condition_variable room_;
+  std::condition_variable ready_;
+  std::vector<Slot> slots_;  ///< Batch b is in slot b % window.
+  int64_t claimed_;          ///< Batches before it are made or in the making.
+  int64_t taken_;            ///< Batches before it were taken.
+  bool stopping_ = false;
+  std::vector<std::thread> threads_;
 };
 
 /// What one thread needs to make batches.
@@ -166,14 +260,9 @@ class DataLoader::Impl {
     return {epoch_, std::min(next_batch_ * options_.batch_size, samples_)};
   }
 
-  int64_t batches() const { return batches_; }
-  int64_t samples() const { return samples_; }
-  const SampleSpec& data_spec() const { return data_spec_; }
-  const SampleSpec& target_spec() const { return target_spec_; }
-  const DistributedSampler& sampler() const { return sampler_; }
-  const LoaderOptions& options() const { return options_; }
-
  private:
+  friend class DataLoader;
+
   /// The batch in the user's hands, and the one that a loop still holds while it asks for the next.
   static constexpr int64_t kHeldByTheUser = 2;
 
@@ -309,22 +398,22 @@ SamplerState DataLoader::state() const {
   return impl_->state();
 }
 int64_t DataLoader::batches_per_epoch() const {
-  return impl_->batches();
+  return impl_->batches_;
 }
 int64_t DataLoader::samples_per_epoch() const {
-  return impl_->samples();
+  return impl_->samples_;
 }
 const SampleSpec& DataLoader::data_spec() const {
-  return impl_->data_spec();
+  return impl_->data_spec_;
 }
 const SampleSpec& DataLoader::target_spec() const {
-  return impl_->target_spec();
+  return impl_->target_spec_;
 }
 const DistributedSampler& DataLoader::sampler() const {
-  return impl_->sampler();
+  return impl_->sampler_;
 }
 const LoaderOptions& DataLoader::options() const {
-  return impl_->options();
+  return impl_->options_;
 }
 
 }  // namespace lockstep

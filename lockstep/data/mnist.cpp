@@ -108,17 +108,14 @@ TensorDataset load_mnist_part(const std::string& name, const fs::path& images_pa
 
 namespace {
 
-std::string content_md5(const fs::path& path, ContentOptions::Packing packing) {
-  return content_hash(path, Hasher::Algorithm::md5, packing);
-}
-
 /// Compares with the published checksum: of the content where it is known, so that another packing
 /// of the same content is as good, else of the gzip file.
 void verify(const fs::path& path, const MnistFile& expected) {
   using Packing = ContentOptions::Packing;
   const bool by_content = !expected.content_md5.empty();
   const std::string& wanted = by_content ? expected.content_md5 : expected.gzip_md5;
-  const std::string found = content_md5(path, by_content ? Packing::detect_gzip : Packing::plain);
+  const std::string found = content_hash(path, Hasher::Algorithm::md5,
+                                         by_content ? Packing::detect_gzip : Packing::plain);
   if (found == wanted) return;
   throw DataError(path.string() + ": the MD5 of " +
                   (by_content ? "the decompressed content" : "the file") + " is " + found +
@@ -140,36 +137,18 @@ void fetch_missing(const MnistLike& source, const DatasetOptions& options,
   }
 }
 
-/// Whether the test labels begin as published. The sets' first labels differ, so such a file is no
-/// other set's, and it need not be hashed.
-bool begins_as_published(const MnistLike& source, const fs::path& test_labels,
-                         const Unpacked& unpacked) {
-  constexpr size_t kHeader = 8;
-  std::array<uint8_t, kHeader + std::tuple_size_v<decltype(source.first_test_labels)>> start{};
-  const auto known = unpacked.find(test_labels);
-  auto file = known == unpacked.end() ? ContentReader(test_labels)
-                                      : ContentReader(test_labels, known->second);
-  return file.read_some(start.data(), start.size()) == start.size() &&
-         std::equal(start.begin() + kHeader, start.end(), source.first_test_labels.begin());
-}
-
 /// Files of the same names make it easy to take one set for the other, which would train well and
 /// mean nothing.
-void refuse_other_set(const MnistLike& source, const std::array<fs::path, 4>& paths,
-                      const Unpacked& unpacked) {
-  if (begins_as_published(source, paths[3], unpacked)) return;
-  const MnistLike& other =
-      source.name == mnist_source().name ? fashion_mnist_source() : mnist_source();
-  const MnistFile& labels = other.files[3];
-  using Packing = ContentOptions::Packing;
-  const bool same_gzip = content_md5(paths[3], Packing::plain) == labels.gzip_md5;
-  const bool same_content = !labels.content_md5.empty() &&
-                            content_md5(paths[3], Packing::detect_gzip) == labels.content_md5;
-  if (same_gzip || same_content) {
-    throw DataError(paths[3].string() + ", byte 0: these are the labels of " + other.name +
-                        "; expected those of " + source.name,
-                    "name another folder or the data set " + other.name);
-  }
+void refuse_other_set(const MnistLike& source, const fs::path& path, const at::Tensor& labels) {
+  const bool is_mnist = source.name == mnist_source().name;
+  const MnistLike& other = is_mnist ? fashion_mnist_source() : mnist_source();
+  const auto& first = other.first_test_labels;
+  const auto* begin = labels.const_data_ptr<int64_t>();
+  if (!std::equal(first.begin(), first.end(), begin, begin + std::min<int64_t>(labels.numel(), 8)))
+    return;
+  throw DataError(path.string() + ", byte 8: these are the labels of " + other.name +
+                      "; expected those of " + source.name,
+                  "name another folder or the data set " + other.name);
 }
 
 }  // namespace
@@ -184,9 +163,13 @@ DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options)
         [&] { fetch_missing(source, options, find()); }, options.lock_timeout);
     found = find();
   }
-  refuse_other_set(source, found.paths, options.unpacked);
-  return {load_mnist_part(source.name, found.paths[0], found.paths[1], options.unpacked),
-          load_mnist_part(source.name, found.paths[2], found.paths[3], options.unpacked)};
+  const auto load_part = [&](size_t images) {
+    return load_mnist_part(source.name, found.paths[images], found.paths[images + 1],
+                           options.unpacked);
+  };
+  TensorDataset test = load_part(2);
+  refuse_other_set(source, found.paths[3], test.targets);
+  return {load_part(0), std::move(test)};
 }
 
 std::optional<fs::path> mnist_folder(const MnistLike& source, const fs::path& data_dir) {

@@ -1,4 +1,4 @@
-#include "lockstep/data/pt_file.h"
+#include "lockstep/data/tensor_reader.h"
 
 #include <ATen/ops/empty.h>
 #include <caffe2/serialize/inline_container.h>

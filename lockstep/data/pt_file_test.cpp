@@ -1,5 +1,5 @@
 // What Python writes and reads is compared in tests/interop/data_files_test.py.
-#include "lockstep/data/pt_file.h"
+#include "lockstep/data/tensor_reader.h"
 
 #include <ATen/ops/ones.h>
 #include <gtest/gtest.h>

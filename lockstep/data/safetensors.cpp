@@ -41,10 +41,14 @@ class Reader {
       : path_(path), file_(path, {.packing = ContentOptions::Packing::plain}) {
     const Json header = read_header();
     for (const auto& [name, value] : header.items()) {
-      if (name == kMetadataKey) {
-        metadata_ = metadata_of(value);
-      } else {
+      if (name != kMetadataKey) {
         entries_.push_back(entry_of(name, value));
+        continue;
+      }
+      try {
+        value.get_to(metadata_);
+      } catch (const Json::type_error&) {
+        fail_entry(name, "is " + value.dump().substr(0, 100) + "; expected text by name");
       }
     }
     check_layout();
@@ -133,56 +137,32 @@ class Reader {
     file_.fail(kLengthSize, "the header's entry '" + name + "' " + complaint);
   }
 
-  std::map<std::string, std::string> metadata_of(const Json& value) const {
-    std::map<std::string, std::string> metadata;
-    if (!value.is_object()) fail_entry(kMetadataKey, "is no object; expected text by name");
-    for (const auto& [key, text] : value.items()) {
-      if (!text.is_string()) fail_entry(kMetadataKey, "has no text for '" + key + "'");
-      metadata[key] = text.get<std::string>();
-    }
-    return metadata;
-  }
-
-  std::vector<uint64_t> numbers_of(const std::string& name, const Json& value,
-                                   const char* key) const {
-    const auto found = value.find(key);
-    if (found == value.end() || !found->is_array()) {
-      fail_entry(name, std::string("has no list '") + key + "'");
-    }
-    std::vector<uint64_t> numbers;
-    for (const Json& number : *found) {
-      if (!number.is_number_unsigned()) {
-        fail_entry(name, std::string("has something other than whole numbers in '") + key + "'");
-      }
-      numbers.push_back(number.get<uint64_t>());
-    }
-    return numbers;
-  }
-
   Entry entry_of(const std::string& name, const Json& value) const {
-    if (!value.is_object()) fail_entry(name, "is no object; expected dtype, shape, data_offsets");
-    const auto dtype_name = value.find("dtype");
-    if (dtype_name == value.end() || !dtype_name->is_string()) {
-      fail_entry(name, "has no text 'dtype'");
+    const auto is_list = [&](const char* key) {
+      return value.contains(key) && value[key].is_array() &&
+             std::all_of(value[key].begin(), value[key].end(),
+                         [](const Json& number) { return number.is_number_unsigned(); });
+    };
+    if (!value.contains("dtype") || !value["dtype"].is_string() || !is_list("shape") ||
+        !is_list("data_offsets") || value["data_offsets"].size() != 2) {
+      fail_entry(name, "is " + value.dump().substr(0, 100) + R"(; expected {"dtype": "F32", )" +
+                           R"("shape": [2, 3], "data_offsets": [0, 24]})");
     }
-    const auto dtype = dtype_of_name(&DtypeNames::safetensors, dtype_name->get<std::string>());
+    const std::string dtype_name = value["dtype"];
+    const auto dtype = dtype_of_name(&DtypeNames::safetensors, dtype_name);
     if (!dtype) {
-      fail_entry(name, "has the dtype '" + dtype_name->get<std::string>() + "'; expected one of " +
+      fail_entry(name, "has the dtype '" + dtype_name + "'; expected one of " +
                            known_dtypes(&DtypeNames::safetensors));
     }
-    const std::vector<uint64_t> offsets = numbers_of(name, value, "data_offsets");
-    if (offsets.size() != 2 || offsets[0] > offsets[1]) {
-      fail_entry(name, "has data_offsets that are no [begin, end]");
-    }
-    Entry entry{name, *dtype, {}, offsets[0], offsets[1]};
-    check_shape(entry, numbers_of(name, value, "shape"));
+    Entry entry{name, *dtype, value["shape"], value["data_offsets"][0], value["data_offsets"][1]};
+    if (entry.begin > entry.end) fail_entry(name, "has data_offsets that are no [begin, end]");
+    check_shape(entry);
     return entry;
   }
 
-  void check_shape(Entry& entry, const std::vector<uint64_t>& shape) const {
-    const std::optional<uint64_t> bytes = bytes_of_shape(entry.dtype, shape);
-    if (!bytes) fail_entry(entry.name, "has a shape that is too large: " + shape_text(shape));
-    entry.shape = shape;
+  void check_shape(const Entry& entry) const {
+    const std::optional<uint64_t> bytes = bytes_of_shape(entry.dtype, entry.shape);
+    if (!bytes) fail_entry(entry.name, "has a shape that is too large: " + shape_text(entry.shape));
     if (entry.end - entry.begin != *bytes) {
       fail_entry(entry.name, "has data_offsets of " + std::to_string(entry.end - entry.begin) +
                                  " bytes; expected " + std::to_string(*bytes) +

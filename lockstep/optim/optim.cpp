@@ -8,7 +8,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "lockstep/optim/adam.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/sgd.h"
 #include "lockstep/optim/torch_optimizer.h"
@@ -54,9 +53,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   if (parameters.empty()) throw UsageError(name + ": there are no parameters to optimize");
   parameters = unique_parameters(parameters);
   if (name == "sgd") return std::make_unique<Sgd>(std::move(parameters), options);
-  if ((name == "adam" || name == "adamw") && FusedAdam::takes(parameters)) {
-    return std::make_unique<FusedAdam>(name, std::move(parameters), options);
-  }
+  if (auto fused = make_fused_adam(name, parameters, options)) return fused;
   if (name == "lbfgs") return make_lbfgs(std::move(parameters), options);
   return make_torch_optimizer(name, std::move(parameters), options);
 }

@@ -17,6 +17,20 @@ std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
                                                 std::vector<at::Tensor> parameters,
                                                 const OptimizerOptions& options);
 
+/// Adam and AdamW through LibTorch's fused kernels: one pass over parameter, gradient and state in
+/// place of about twelve. The bits are those of Python's torch.optim.Adam(fused=True). One step
+/// differs from Python's default, because the operations round in another order. The difference is
+/// a few units in the last place of the larger of parameter and update. The bits do not depend on
+/// the number of threads. State has the names and shapes of torch::optim's (see
+/// make_torch_optimizer). So either loads what the other saved.
+///
+/// Null for another name than adam and adamw, and for parameters that are not all of float32,
+/// float64 or bfloat16, dense (contiguous, or channels-last and the like), on the CPU or a CUDA
+/// device.
+std::unique_ptr<Optimizer> make_fused_adam(const std::string& name,
+                                           std::vector<at::Tensor> parameters,
+                                           const OptimizerOptions& options);
+
 /// torch::optim::LBFGS behind our interface. It looks at all parameters as one vector, so its state
 /// is one of the whole: each entry has the index 0, as Python keeps it with the first parameter.
 /// A line search evaluates the loss up to 25 times, whatever max_iter. Python's, since

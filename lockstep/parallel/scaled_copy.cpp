@@ -5,13 +5,17 @@
 #include <ATen/ops/scalar_tensor.h>
 
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/parallel/scale_kernel.h"
 
 namespace lockstep::detail {
 namespace {
 
 /// From here on at::mul shares the work out to threads.
 constexpr int64_t kOneThread = 32768;
+
+template <class T>
+void scale(T* __restrict target, const T* __restrict source, int64_t count, T factor) {
+  for (int64_t i = 0; i < count; ++i) target[i] = source[i] * factor;
+}
 
 }  // namespace
 

@@ -7,9 +7,8 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstring>
 #include <limits>
-
-#include "lockstep/train/finite_kernel.h"
 
 namespace lockstep {
 namespace {
@@ -24,27 +23,39 @@ bool is_plain(const at::Tensor& tensor) {
          (type == at::kFloat || type == at::kDouble || type == at::kHalf || type == at::kBFloat16);
 }
 
-bool part_is_finite(const void* data, at::ScalarType type, int64_t begin, int64_t end) {
-  switch (type) {
+/// `exponent`: its bits. NaN and infinity have all of them set: one more carries into the sign.
+template <class Bits, Bits exponent>
+bool all_below(const char* data, int64_t begin, int64_t end) {
+  constexpr Bits kOne = exponent & (~exponent + 1);
+  Bits any = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    Bits value;
+    std::memcpy(&value, data + i * static_cast<int64_t>(sizeof value), sizeof value);
+    any |= static_cast<Bits>((value & exponent) + kOne);
+  }
+  return (any & static_cast<Bits>(exponent + kOne)) == 0;
+}
+
+bool part_is_finite(const at::Tensor& tensor, int64_t begin, int64_t end) {
+  const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+  switch (tensor.scalar_type()) {
     case at::kFloat:
-      return are_finite(static_cast<const float*>(data) + begin, end - begin);
+      return all_below<uint32_t, 0x7f80'0000>(data, begin, end);
     case at::kDouble:
-      return are_finite(static_cast<const double*>(data) + begin, end - begin);
+      return all_below<uint64_t, 0x7ff0'0000'0000'0000>(data, begin, end);
     case at::kHalf:
-      return are_finite_half(static_cast<const uint16_t*>(data) + begin, end - begin);
+      return all_below<uint16_t, 0x7c00>(data, begin, end);
     default:
-      return are_finite_bfloat16(static_cast<const uint16_t*>(data) + begin, end - begin);
+      return all_below<uint16_t, 0x7f80>(data, begin, end);
   }
 }
 
 bool plain_is_finite(const at::Tensor& tensor) {
   const int64_t count = tensor.numel();
-  const void* const data = tensor.const_data_ptr();
-  const at::ScalarType type = tensor.scalar_type();
-  if (count <= kElementsOfAThread) return part_is_finite(data, type, 0, count);
+  if (count <= kElementsOfAThread) return part_is_finite(tensor, 0, count);
   std::atomic<bool> finite{true};
   at::parallel_for(0, count, kElementsOfAThread, [&](int64_t begin, int64_t end) {
-    if (!part_is_finite(data, type, begin, end)) finite = false;
+    if (!part_is_finite(tensor, begin, end)) finite = false;
   });
   return finite;
 }

@@ -1,4 +1,4 @@
-#include "lockstep/train/python_optimizer.h"
+#include "lockstep/train/weights.h"
 
 #include <torch/nn/module.h>
 
@@ -13,7 +13,6 @@
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/tensor_reader.h"
 #include "lockstep/optim/optimizer_state.h"
-#include "lockstep/train/weights.h"
 
 namespace lockstep {
 namespace {

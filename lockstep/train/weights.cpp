@@ -13,7 +13,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/data/pt_file.h"
 #include "lockstep/data/tensor_reader.h"
 
 namespace lockstep {

@@ -24,7 +24,6 @@
 #include "lockstep/base/file.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/npy.h"
-#include "lockstep/data/pt_file.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/data/tensor_reader.h"
 #include "tests/support/damaged.h"

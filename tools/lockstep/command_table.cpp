@@ -7,7 +7,7 @@
 #include "entry.h"
 #include "lockstep/base/error.h"
 #include "lockstep/tool/cli.h"
-#include "train/unpacked_files.h"
+#include "train/model_and_data.h"
 
 namespace lockstep::tool {
 namespace {
@@ -31,7 +31,7 @@ constexpr Row kCommands[] = {
 }  // namespace lockstep::tool
 
 void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size) {
-  lockstep::tool::unpacked_files()[path] = {static_cast<const std::byte*>(content), size};
+  lockstep::unpacked_files()[path] = {static_cast<const std::byte*>(content), size};
 }
 
 int lockstep_cli_main(int argc, char** argv) {

@@ -1,4 +1,4 @@
-#include "completion.h"
+#include "commands.h"
 
 #include <algorithm>
 #include <array>

@@ -10,15 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "completion.h"
+#include "commands.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/settings.h"
 #include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/cli_help.h"
 #include "lockstep/tool/man_page.h"
-#include "run.h"
-#include "subcommand.h"
 
 namespace {
 

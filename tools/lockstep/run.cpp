@@ -1,4 +1,4 @@
-#include "run.h"
+#include "commands.h"
 
 #include <termios.h>
 #include <unistd.h>

@@ -1,15 +1,100 @@
-#include "subcommand.h"
+#include "commands.h"
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <future>
+#include <memory>
+#include <optional>
 
 #include "entry.h"
 #include "library.h"
 #include "lockstep/base/heap.h"
+#include "lockstep/data/content_reader.h"
+#include "lockstep/data/mnist_files.h"
 #include "lockstep/launch/omp_waiting.h"
-#include "unpack_ahead.h"
+#include "lockstep/tool/cli.h"
 
 namespace lockstep::tool {
 namespace {
 
 constexpr size_t kLoadedLibTorch = 64 << 20;  ///< 42 MB are allocated by its loading.
+
+namespace fs = std::filesystem;
+using Words = std::vector<std::string>;
+
+/// Four times the largest of the files.
+constexpr uint64_t kMost = 200'000'000;
+
+/// What a flag is given, as "--flag value" or "--flag=value"; the last one counts.
+std::optional<std::string> value_of(const Words& words, const std::string& flag) {
+  std::optional<std::string> value;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string word = with_dashes(words[i]);
+    if (word == flag && i + 1 < words.size()) value = words[i + 1];
+    if (word.starts_with(flag + "=")) value = word.substr(flag.size() + 1);
+  }
+  return value;
+}
+
+bool has(const Words& words, const std::string& word) {
+  return std::find(words.begin(), words.end(), word) != words.end();
+}
+
+/// Of the data set of `train` and `eval` that name mnist or fashion-mnist and no --config.
+std::vector<fs::path> packed_files(const Words& words) {
+  const bool reads = !words.empty() && (words[0] == "train" || words[0] == "eval");
+  if (!reads || has(words, "--help") || has(words, "-h") || value_of(words, "--config")) return {};
+  const MnistLike* source = mnist_like(value_of(words, "--dataset").value_or(""));
+  if (!source) return {};
+  const auto found =
+      find_mnist(data_dir_or_default(value_of(words, "--data-dir").value_or("")), *source);
+  if (!found.complete()) return {};
+  std::vector<fs::path> packed;
+  for (const auto& path : found.paths)
+    if (path.extension() == ".gz") packed.push_back(path);
+  return packed;
+}
+
+struct Unpacked {
+  std::string path;
+  std::unique_ptr<std::byte[]> content;
+  size_t size = 0;
+};
+
+/// None where the file is no gzip file, or too large.
+std::optional<Unpacked> unpacked(const fs::path& path) {
+  ContentReader reader(path);
+  if (!reader.compressed()) return std::nullopt;
+  // The content's size ends the file.
+  std::array<uint8_t, 4> end{};
+  std::ifstream file(path, std::ios::binary);
+  file.seekg(-static_cast<std::streamoff>(end.size()), std::ios::end);
+  file.read(reinterpret_cast<char*>(end.data()), end.size());
+  const size_t size = end[0] | end[1] << 8 | end[2] << 16 | size_t{end[3]} << 24;
+  if (size > std::min(kMost, reader.remaining_limit())) return std::nullopt;
+  Unpacked result{path.string(), std::unique_ptr<std::byte[]>(new std::byte[size]), size};
+  reader.read_exact(result.content.get(), size, "the content");
+  reader.expect_end();
+  return result;
+}
+
+/// Those of the files that can be unpacked.
+std::vector<Unpacked> unpack(const std::vector<fs::path>& paths) {
+  std::vector<Unpacked> files;
+  for (const auto& path : paths) {
+    try {
+      if (auto file = unpacked(path)) files.push_back(std::move(*file));
+    } catch (const std::exception&) {
+      // Also no memory. Reading the file meets the same, and says it.
+    }
+  }
+  return files;
+}
 
 }  // namespace
 
@@ -26,11 +111,17 @@ int run_from_library(const std::vector<std::string>& words) {
         reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));
     return bench(static_cast<int>(all.size()), argv.data());
   }
-  UnpackAhead ahead(words);
+  // While LibTorch is loaded, which takes longer. Ranks that are forks of this process then share
+  // the content. Ranks that are executed (with CUDA or OMP_PROC_BIND, or under `lockstep run`) each
+  // unpack for themselves.
+  const auto paths = packed_files(words);
+  auto ahead =
+      std::async(paths.empty() ? std::launch::deferred : std::launch::async, unpack, paths);
   auto* run = reinterpret_cast<decltype(&lockstep_cli_main)>(library_symbol("lockstep_cli_main"));
   auto* offer = reinterpret_cast<decltype(&lockstep_cli_offer_unpacked)>(
       library_symbol("lockstep_cli_offer_unpacked"));
-  for (const auto& file : ahead.files()) offer(file.path.c_str(), file.content.get(), file.size);
+  const std::vector<Unpacked> files = ahead.get();
+  for (const auto& file : files) offer(file.path.c_str(), file.content.get(), file.size);
   return run(static_cast<int>(all.size()), argv.data());
 }
 

@@ -1,10 +1,16 @@
-#include "lockstep/parallel/pipeline/group_link.h"
+#include "lockstep/parallel/pipeline/stage_link.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <array>
+#include <deque>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
 
 #include "lockstep/base/error.h"
 
@@ -27,138 +33,165 @@ std::string text_of(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   return std::string(c10::toString(dtype)) + " " + c10::str(at::IntArrayRef(sizes));
 }
 
+class GroupLink final : public StageLink {
+ public:
+  GroupLink(ProcessGroup group, c10::Device device) : group_(std::move(group)), device_(device) {}
+
+  void begin(std::vector<ShapeKey> keys) override {
+    receives_.clear();
+    waiting_.clear();
+    sent_.clear();
+    batch_.clear();
+    works_of_batch_.clear();
+    key_of_.clear();
+    for (ShapeKey& key : keys) {
+      const int next = static_cast<int>(keys_.size());
+      key_of_.push_back(keys_.try_emplace(std::move(key), next).first->second);
+    }
+  }
+  void send(const ParcelId& id, const at::Tensor& tensor) override {
+    const bool forward = id.kind == Parcel::activation;
+    if (forward) announce(id, tensor);
+    add(P2POp::Kind::send, tensor.detach().contiguous(), id.stage,
+        tag_of(id.stage, forward ? kActivation : kGradient), nullptr);
+  }
+  void expect(const ParcelId& id) override {
+    Receive& receive = receives_[id];
+    const bool forward = id.kind == Parcel::activation;
+    if (forward && known(id) == nullptr && headers_.insert(boundary(id)).second) {
+      receive.header = at::empty({static_cast<int64_t>(kHeaderNumbers)},
+                                 at::TensorOptions(device_).dtype(at::kLong));
+      add(P2POp::Kind::recv, receive.header, id.stage - 1, tag_of(id.stage, kHeader),
+          &receive.header_work);
+    }
+    waiting_[{id.kind, id.stage}].push_back(id);
+    advance(id.kind, id.stage);
+  }
+  void flush() override {
+    if (batch_.empty()) return;
+    std::vector<Work> works = group_.batch_isend_irecv(batch_);
+    for (size_t i = 0; i < works_of_batch_.size(); ++i) {
+      const Work& work = works[works.size() == 1 ? 0 : i];
+      works_of_batch_[i] ? static_cast<void>(*works_of_batch_[i] = work) : sent_.push_back(work);
+    }
+    batch_.clear();
+    works_of_batch_.clear();
+  }
+  at::Tensor take(const ParcelId& id) override {
+    Receive& receive = receives_[id];
+    if (receive.header.defined()) {
+      receive.header_work.wait();
+      const at::Tensor header = receive.header.cpu();
+      const int64_t* numbers = header.const_data_ptr<int64_t>();
+      shapes_.try_emplace(boundary(id), Shape{{numbers + 3, numbers + 3 + numbers[2]},
+                                              static_cast<at::ScalarType>(numbers[0]),
+                                              numbers[1] != 0});
+    }
+    const Shape& shape = *known(id);
+    if (id.kind == Parcel::gradient && !shape.needs_gradient) return {};
+    if (!receive.data.defined()) {
+      advance(id.kind, id.stage);
+      flush();
+    }
+    receive.data_work.wait();
+    at::Tensor tensor = std::move(receive.data);
+    receives_.erase(id);
+    if (id.kind == Parcel::activation) tensor.set_requires_grad(shape.needs_gradient);
+    return tensor;
+  }
+  void finish() override {
+    for (const Work& work : sent_) work.wait();
+    sent_.clear();
+  }
+
+ private:
+  struct Shape {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    bool needs_gradient;
+    bool operator==(const Shape&) const = default;
+  };
+  struct Receive {
+    at::Tensor header;
+    at::Tensor data;
+    Work header_work;
+    Work data_work;
+  };
+  /// A key of this link's own, and the stage that makes the activation.
+  using Boundary = std::pair<int, int>;
+
+  Boundary boundary(const ParcelId& id) const {
+    return {key_of_.at(static_cast<size_t>(id.micro_batch)), id.activation_from()};
+  }
+  const Shape* known(const ParcelId& id) const {
+    const auto found = shapes_.find(boundary(id));
+    return found == shapes_.end() ? nullptr : &found->second;
+  }
+  int rank_of(int stage) const { return stage % group_.size(); }
+  void announce(const ParcelId& id, const at::Tensor& tensor) {
+    const Shape shape{tensor.sizes().vec(), tensor.scalar_type(), tensor.requires_grad()};
+    const auto [entry, is_new] = shapes_.try_emplace(boundary(id), shape);
+    if (!is_new) {
+      if (entry->second == shape) return;
+      throw UsageError(
+          "pipeline: stage " + std::to_string(id.activation_from()) + " gave " +
+              text_of(entry->second.sizes, entry->second.dtype) + " for an input and now " +
+              text_of(shape.sizes, shape.dtype) + " for one of the same shape",
+          "a layer's output may only depend on the shape of its input, not on its values; nor may "
+          "parameters be frozen while the pipeline trains");
+    }
+    if (shape.sizes.size() > kMostDimensions) {
+      throw UsageError("pipeline: stage " + std::to_string(id.activation_from()) +
+                       " gives a tensor of " + std::to_string(shape.sizes.size()) +
+                       " dimensions; at most " + std::to_string(kMostDimensions) + " can be sent");
+    }
+    std::array<int64_t, kHeaderNumbers> numbers{static_cast<int64_t>(shape.dtype),
+                                                shape.needs_gradient ? 1 : 0,
+                                                static_cast<int64_t>(shape.sizes.size())};
+    std::copy(shape.sizes.begin(), shape.sizes.end(), numbers.begin() + 3);
+    add(P2POp::Kind::send, at::tensor(numbers, at::kLong).to(device_), id.stage,
+        tag_of(id.stage, kHeader), nullptr);
+  }
+  /// Begins the receives of which the shape is known, up to the first where it is not.
+  void advance(Parcel kind, int stage) {
+    auto& waiting = waiting_[{kind, stage}];
+    for (; !waiting.empty(); waiting.pop_front()) {
+      const Shape* shape = known(waiting.front());
+      if (shape == nullptr) return;
+      if (kind == Parcel::gradient && !shape->needs_gradient) continue;
+      receive_data(waiting.front(), receives_[waiting.front()], *shape);
+    }
+  }
+  void receive_data(const ParcelId& id, Receive& receive, const Shape& shape) {
+    const bool forward = id.kind == Parcel::activation;
+    receive.data = at::empty(shape.sizes, at::TensorOptions(device_).dtype(shape.dtype));
+    add(P2POp::Kind::recv, receive.data, forward ? id.stage - 1 : id.stage + 1,
+        tag_of(id.stage, forward ? kActivation : kGradient), &receive.data_work);
+  }
+  void add(P2POp::Kind kind, const at::Tensor& tensor, int stage, int tag, Work* work) {
+    batch_.push_back({kind, tensor, rank_of(stage), tag});
+    works_of_batch_.push_back(work);
+  }
+
+  ProcessGroup group_;
+  c10::Device device_;
+  std::map<ShapeKey, int> keys_;
+  std::vector<int> key_of_;  ///< Of each micro-batch of the batch.
+  std::map<Boundary, Shape> shapes_;
+  std::set<Boundary> headers_;  ///< That have been asked for.
+  std::map<ParcelId, Receive> receives_;
+  /// Expected, but not begun: of one whose shape is not known yet, and all that follow it. Receives
+  /// meet sends in their order.
+  std::map<std::pair<Parcel, int>, std::deque<ParcelId>> waiting_;
+  std::vector<P2POp> batch_;
+  std::vector<Work*> works_of_batch_;  ///< Where to put them; null: with those to finish.
+  std::vector<Work> sent_;
+};
+
 }  // namespace
 
-GroupLink::GroupLink(ProcessGroup group, c10::Device device)
-    : group_(std::move(group)), device_(device) {}
-
-void GroupLink::begin(std::vector<ShapeKey> keys) {
-  receives_.clear();
-  waiting_.clear();
-  sent_.clear();
-  batch_.clear();
-  works_of_batch_.clear();
-  key_of_.clear();
-  for (ShapeKey& key : keys) {
-    const int next = static_cast<int>(keys_.size());
-    key_of_.push_back(keys_.try_emplace(std::move(key), next).first->second);
-  }
-}
-
-GroupLink::Boundary GroupLink::boundary(const ParcelId& id) const {
-  return {key_of_.at(static_cast<size_t>(id.micro_batch)), id.activation_from()};
-}
-
-const GroupLink::Shape* GroupLink::known(const ParcelId& id) const {
-  const auto found = shapes_.find(boundary(id));
-  return found == shapes_.end() ? nullptr : &found->second;
-}
-
-void GroupLink::add(P2POp::Kind kind, const at::Tensor& tensor, int stage, int tag, Work* work) {
-  batch_.push_back({kind, tensor, rank_of(stage), tag});
-  works_of_batch_.push_back(work);
-}
-
-void GroupLink::announce(const ParcelId& id, const at::Tensor& tensor) {
-  const Shape shape{tensor.sizes().vec(), tensor.scalar_type(), tensor.requires_grad()};
-  const auto [entry, is_new] = shapes_.try_emplace(boundary(id), shape);
-  if (!is_new) {
-    if (entry->second == shape) return;
-    throw UsageError(
-        "pipeline: stage " + std::to_string(id.activation_from()) + " gave " +
-            text_of(entry->second.sizes, entry->second.dtype) + " for an input and now " +
-            text_of(shape.sizes, shape.dtype) + " for one of the same shape",
-        "a layer's output may only depend on the shape of its input, not on its values; nor may "
-        "parameters be frozen while the pipeline trains");
-  }
-  if (shape.sizes.size() > kMostDimensions) {
-    throw UsageError("pipeline: stage " + std::to_string(id.activation_from()) +
-                     " gives a tensor of " + std::to_string(shape.sizes.size()) +
-                     " dimensions; at most " + std::to_string(kMostDimensions) + " can be sent");
-  }
-  std::array<int64_t, kHeaderNumbers> numbers{static_cast<int64_t>(shape.dtype),
-                                              shape.needs_gradient ? 1 : 0,
-                                              static_cast<int64_t>(shape.sizes.size())};
-  std::copy(shape.sizes.begin(), shape.sizes.end(), numbers.begin() + 3);
-  add(P2POp::Kind::send, at::tensor(numbers, at::kLong).to(device_), id.stage,
-      tag_of(id.stage, kHeader), nullptr);
-}
-
-void GroupLink::send(const ParcelId& id, const at::Tensor& tensor) {
-  const bool forward = id.kind == Parcel::activation;
-  if (forward) announce(id, tensor);
-  add(P2POp::Kind::send, tensor.detach().contiguous(), id.stage,
-      tag_of(id.stage, forward ? kActivation : kGradient), nullptr);
-}
-
-void GroupLink::receive_data(const ParcelId& id, Receive& receive, const Shape& shape) {
-  const bool forward = id.kind == Parcel::activation;
-  receive.data = at::empty(shape.sizes, at::TensorOptions(device_).dtype(shape.dtype));
-  add(P2POp::Kind::recv, receive.data, forward ? id.stage - 1 : id.stage + 1,
-      tag_of(id.stage, forward ? kActivation : kGradient), &receive.data_work);
-}
-
-void GroupLink::expect(const ParcelId& id) {
-  Receive& receive = receives_[id];
-  const bool forward = id.kind == Parcel::activation;
-  if (forward && known(id) == nullptr && headers_.insert(boundary(id)).second) {
-    receive.header = at::empty({static_cast<int64_t>(kHeaderNumbers)},
-                               at::TensorOptions(device_).dtype(at::kLong));
-    add(P2POp::Kind::recv, receive.header, id.stage - 1, tag_of(id.stage, kHeader),
-        &receive.header_work);
-  }
-  waiting_[{id.kind, id.stage}].push_back(id);
-  advance(id.kind, id.stage);
-}
-
-/// Begins the receives of which the shape is known, up to the first where it is not.
-void GroupLink::advance(Parcel kind, int stage) {
-  auto& waiting = waiting_[{kind, stage}];
-  for (; !waiting.empty(); waiting.pop_front()) {
-    const Shape* shape = known(waiting.front());
-    if (shape == nullptr) return;
-    if (kind == Parcel::gradient && !shape->needs_gradient) continue;
-    receive_data(waiting.front(), receives_[waiting.front()], *shape);
-  }
-}
-
-void GroupLink::flush() {
-  if (batch_.empty()) return;
-  std::vector<Work> works = group_.batch_isend_irecv(batch_);
-  for (size_t i = 0; i < works_of_batch_.size(); ++i) {
-    const Work& work = works[works.size() == 1 ? 0 : i];
-    works_of_batch_[i] ? static_cast<void>(*works_of_batch_[i] = work) : sent_.push_back(work);
-  }
-  batch_.clear();
-  works_of_batch_.clear();
-}
-
-at::Tensor GroupLink::take(const ParcelId& id) {
-  Receive& receive = receives_[id];
-  if (receive.header.defined()) {
-    receive.header_work.wait();
-    const at::Tensor header = receive.header.cpu();
-    const int64_t* numbers = header.const_data_ptr<int64_t>();
-    shapes_.try_emplace(boundary(id), Shape{{numbers + 3, numbers + 3 + numbers[2]},
-                                            static_cast<at::ScalarType>(numbers[0]),
-                                            numbers[1] != 0});
-  }
-  const Shape& shape = *known(id);
-  if (id.kind == Parcel::gradient && !shape.needs_gradient) return {};
-  if (!receive.data.defined()) {
-    advance(id.kind, id.stage);
-    flush();
-  }
-  receive.data_work.wait();
-  at::Tensor tensor = std::move(receive.data);
-  receives_.erase(id);
-  if (id.kind == Parcel::activation) tensor.set_requires_grad(shape.needs_gradient);
-  return tensor;
-}
-
-void GroupLink::finish() {
-  for (const Work& work : sent_) work.wait();
-  sent_.clear();
+std::unique_ptr<StageLink> make_group_link(ProcessGroup group, c10::Device device) {
+  return std::make_unique<GroupLink>(std::move(group), device);
 }
 
 }  // namespace lockstep::detail

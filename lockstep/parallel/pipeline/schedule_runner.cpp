@@ -1,11 +1,25 @@
 #include "lockstep/parallel/pipeline/schedule_runner.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/nn/module.h>
 
+#include <algorithm>
+#include <optional>
+#include <unordered_set>
 #include <utility>
+
+#include "lockstep/autograd/backward.h"
+#include "lockstep/autograd/recorded_state.h"
 
 namespace lockstep::detail {
 namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+bool needs_gradient(const at::Tensor& tensor) {
+  return tensor.requires_grad();
+}
 
 ShapeKey key_of(const at::Tensor& input, bool records_graph) {
   ShapeKey key = input.sizes().vec();
@@ -15,6 +29,144 @@ ShapeKey key_of(const at::Tensor& input, bool records_graph) {
 }
 
 }  // namespace
+
+/// Some layers, one after the other, and what they keep between forward and backward of each
+/// micro-batch. One thread.
+class Stage {
+ public:
+  Stage(std::vector<Layer> layers, StageOptions options)
+      : layers_(std::move(layers)), options_(std::move(options)) {
+    std::unordered_set<const c10::TensorImpl*> seen;
+    const auto take = [&](const Tensors& from, Tensors& into) {
+      for (const at::Tensor& tensor : from) {
+        if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) {
+          into.push_back(tensor);
+        }
+      }
+    };
+    for (const Layer& layer : layers_) {
+      if (!layer.module) continue;
+      take(layer.module->parameters(), parameters_);
+      take(layer.module->buffers(), buffers_);
+    }
+  }
+
+  const c10::Device& device() const { return options_.device; }
+
+  /// The layers, without anything kept.
+  at::Tensor run(const at::Tensor& input) const {
+    const auto context = options_.forward_context ? options_.forward_context() : nullptr;
+    at::Tensor x = input;
+    for (const Layer& layer : layers_) x = layer.forward(x);
+    return x;
+  }
+
+  void begin(int micro_batches) {
+    kept_.clear();
+    kept_.resize(static_cast<size_t>(micro_batches));
+  }
+  /// `input` is a leaf. Gives the output, for the next stage: it requires a gradient when backward
+  /// wants one.
+  at::Tensor forward(int micro_batch, at::Tensor input) {
+    Kept& kept = this->kept(micro_batch);
+    kept.input = std::move(input);
+    if (!options_.recompute_activations) {
+      kept.output = run(kept.input);
+      return kept.output;
+    }
+    const auto alone = lock_forward();
+    kept.state = RecordedState::record({options_.device}, /*random=*/true);
+    const at::NoGradGuard no_grad;
+    at::Tensor output = run(kept.input).detach();
+    const bool wanted = output.is_floating_point() &&
+                        (needs_gradient(kept.input) ||
+                         std::any_of(parameters_.begin(), parameters_.end(), needs_gradient));
+    return output.set_requires_grad(wanted);
+  }
+  /// The same on the last stage, which gives nothing on.
+  void forward_with_loss(int micro_batch, at::Tensor input, const MicroBatchLoss& loss) {
+    Kept& kept = this->kept(micro_batch);
+    kept.input = std::move(input);
+    kept.loss = loss;
+    // Nobody waits for the output of the last stage: it is made when backward needs it.
+    if (!options_.recompute_activations) root_of(micro_batch);
+  }
+  /// `gradient` is that of the output; undefined on the last stage. Gives the input's gradient,
+  /// undefined when nobody wants it.
+  at::Tensor backward(int micro_batch, const at::Tensor& gradient) {
+    const at::Tensor root = root_of(micro_batch);
+    Kept& kept = this->kept(micro_batch);
+    if (root.requires_grad()) lockstep::backward(root, gradient);
+    kept.output = at::Tensor();
+    return input_gradient(kept);
+  }
+  /// The same in two halves.
+  at::Tensor backward_input(int micro_batch, const at::Tensor& gradient) {
+    const at::Tensor root = root_of(micro_batch);
+    Kept& kept = this->kept(micro_batch);
+    if (root.requires_grad()) kept.split.emplace(root, gradient, kept.input);
+    kept.output = at::Tensor();
+    return input_gradient(kept);
+  }
+  void backward_weight(int micro_batch) {
+    auto& split = kept(micro_batch).split;
+    if (split) split->finish();
+    split.reset();
+  }
+
+ private:
+  struct Kept {
+    at::Tensor input;
+    at::Tensor output;  ///< Or the loss.
+    MicroBatchLoss loss;
+    std::optional<RecordedState> state;  ///< With which forward ran.
+    std::optional<SplitBackward> split;
+  };
+  /// Held while this stage draws random numbers that must be drawn once more.
+  std::unique_lock<std::mutex> lock_forward() const {
+    if (!options_.recompute_activations || !options_.one_forward) return {};
+    return std::unique_lock(*options_.one_forward);
+  }
+  /// The same forward once more: with the random numbers that it had, and without a second change
+  /// to buffers such as running means.
+  at::Tensor recompute(int micro_batch) {
+    Kept& kept = this->kept(micro_batch);
+    Tensors buffers;
+    for (const at::Tensor& buffer : buffers_) buffers.push_back(buffer.clone());
+    {
+      const RecordedState::Replay as_before(*kept.state);
+      kept.output = run(kept.input);
+    }
+    // Not counted as a change: the graph may hold them, as that of batch norm does.
+    for (size_t i = 0; i < buffers.size(); ++i) buffers_[i].variable_data().copy_(buffers[i]);
+    return kept.output;
+  }
+  /// The output, or the loss, whose graph backward is to walk.
+  at::Tensor root_of(int micro_batch) {
+    Kept& kept = this->kept(micro_batch);
+    if (kept.output.defined()) return kept.output;
+    const auto alone = lock_forward();
+    if (!kept.loss) return recompute(micro_batch);
+    const auto context = options_.forward_context ? options_.forward_context() : nullptr;
+    at::Tensor x = kept.input;
+    for (const Layer& layer : layers_) x = layer.forward(x);
+    kept.output = std::exchange(kept.loss, nullptr)(micro_batch, x);
+    return kept.output;
+  }
+  at::Tensor input_gradient(Kept& kept) const {
+    const at::Tensor input = std::exchange(kept.input, {});
+    if (!needs_gradient(input)) return {};
+    // The stage before waits for one, also where the output does not depend on the input.
+    return input.grad().defined() ? input.grad() : at::zeros_like(input);
+  }
+  Kept& kept(int micro_batch) { return kept_.at(static_cast<size_t>(micro_batch)); }
+
+  std::vector<Layer> layers_;
+  StageOptions options_;
+  std::vector<at::Tensor> parameters_;  ///< Of the layers' modules, each once.
+  std::vector<at::Tensor> buffers_;
+  std::vector<Kept> kept_;
+};
 
 ScheduleRunner::ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>& layers,
                                const std::vector<size_t>& starts, const StageOptions& options,
@@ -33,6 +185,8 @@ ScheduleRunner::ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>
         options));
   }
 }
+
+ScheduleRunner::~ScheduleRunner() = default;
 
 void ScheduleRunner::run(const PipelineSchedule& schedule, const std::vector<at::Tensor>& inputs,
                          const MicroBatchLoss& loss) {

@@ -1,16 +1,33 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
+#include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "lockstep/parallel/pipeline/schedule.h"
-#include "lockstep/parallel/pipeline/stage.h"
 #include "lockstep/parallel/pipeline/stage_link.h"
+#include "lockstep/parallel/strategy.h"
 
 namespace lockstep::detail {
+
+struct StageOptions {
+  c10::Device device = c10::kCPU;
+  bool recompute_activations = false;  ///< Keep a stage's input only, and run forward again.
+  ForwardContext forward_context = {};
+  /// Of stages in several threads of one process, which have one random generator together. Held by
+  /// each forward when activations are recomputed. Null: no other stage is there.
+  std::shared_ptr<std::mutex> one_forward = nullptr;
+};
+
+/// Makes a loss of the last stage's output. Called once for each micro-batch.
+using MicroBatchLoss = std::function<at::Tensor(int micro_batch, const at::Tensor& output)>;
+
+class Stage;
 
 /// Does what a schedule says for one rank, with that rank's stages. One thread.
 class ScheduleRunner {
@@ -19,6 +36,7 @@ class ScheduleRunner {
   /// `link` must outlive the runner.
   ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>& layers,
                  const std::vector<size_t>& starts, const StageOptions& options, StageLink& link);
+  ~ScheduleRunner();
 
   /// One batch, forward and backward. `inputs` are the micro-batches, whose shapes all ranks know.
   /// `loss` is called on the rank of the last stage. Throws what layers, the loss and the link

@@ -1,9 +1,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
+#include <memory>
 #include <vector>
+
+#include "lockstep/comm/process_group.h"
 
 namespace lockstep::detail {
 
@@ -43,5 +47,10 @@ class StageLink {
   /// Waits until all that was sent has been taken over.
   virtual void finish() = 0;
 };
+
+/// Stages in processes: sends and receives of a group, of which each rank has every size()-th
+/// stage. The shape of an activation is sent ahead of the first one of its key. After that both
+/// sides know it, and that of its gradient.
+std::unique_ptr<StageLink> make_group_link(ProcessGroup group, c10::Device device);
 
 }  // namespace lockstep::detail

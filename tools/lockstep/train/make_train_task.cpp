@@ -15,7 +15,6 @@
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/train/memory_format.h"
 #include "lockstep/train/model_training.h"
-#include "lockstep/train/python_optimizer.h"
 #include "lockstep/train/threads.h"
 #include "lockstep/train/weights.h"
 #include "tools/lockstep/train/model_and_data.h"

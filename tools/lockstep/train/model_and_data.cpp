@@ -5,7 +5,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "tools/lockstep/train/unpacked_files.h"
 
 namespace lockstep {
 namespace {
@@ -78,11 +77,16 @@ void check_shape(const ModelInfo& model, const SampleSource& source, const std::
 
 }  // namespace
 
+std::map<std::filesystem::path, std::span<const std::byte>>& unpacked_files() {
+  static std::map<std::filesystem::path, std::span<const std::byte>> files;
+  return files;
+}
+
 DatasetSources open_data(const RunConfig& config) {
   DatasetOptions options;
   options.data_dir = config.data_dir;
   options.download = config.download;
-  options.unpacked = tool::unpacked_files();
+  options.unpacked = unpacked_files();
   options.image_size = config.image_size;
   if (config.augment) options.train_image_size = config.image_size * 8 / 7;
   const ModelInfo model = model_info(config.model);

@@ -1,5 +1,10 @@
 #pragma once
 
+#include <cstddef>
+#include <filesystem>
+#include <map>
+#include <span>
+
 #include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/data/transforms.h"
@@ -8,6 +13,10 @@
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {
+
+/// DatasetOptions::unpacked of this process: what the thin binary has unpacked while it loaded this
+/// library. Filled before a subcommand runs, and only read then.
+std::map<std::filesystem::path, std::span<const std::byte>>& unpacked_files();
 
 /// The data set of a run, for its model: a text has windows of as many tokens as the model looks
 /// at.

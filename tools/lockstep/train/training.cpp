@@ -26,7 +26,7 @@
 #include "lockstep/train/same_settings.h"
 #include "lockstep/train/trainer.h"
 #include "lockstep/train/weights.h"
-#include "tools/lockstep/train/loggers.h"
+#include "tools/lockstep/report/dashboard.h"
 #include "tools/lockstep/train/make_train_task.h"
 #include "tools/lockstep/train/progress.h"
 #include "tools/lockstep/train/snapshots.h"
@@ -67,6 +67,47 @@ TrainerOptions trainer_options(const RunConfig& config) {
   return options;
 }
 
+/// Of --logger jsonl; empty without it.
+std::string json_lines_path(const RunConfig& config) {
+  return has_logger(config, "jsonl") ? fs::path(config.log_dir) / "metrics.jsonl" : fs::path();
+}
+
+/// On rank 0: the loggers that the flags ask for.
+std::vector<std::shared_ptr<Logger>> make_loggers(const RunConfig& config) {
+  std::vector<std::shared_ptr<Logger>> loggers;
+  if (!config.metrics_file.empty())
+    loggers.push_back(json_lines_logger({config.metrics_file, /*only_metrics=*/true}));
+  if (has_logger(config, "jsonl")) loggers.push_back(json_lines_logger({json_lines_path(config)}));
+  if (has_logger(config, "tensorboard")) loggers.push_back(tensorboard_logger(config.log_dir));
+  if (has_logger(config, "prometheus")) {
+    const auto [host, port] = endpoint_of("--prometheus-address", config.prometheus_address);
+    loggers.push_back(prometheus_logger({host, port}));
+  }
+  if (has_logger(config, "mlflow")) loggers.push_back(mlflow_logger());
+  if (config.dashboard) {
+    const auto [host, port] = endpoint_of("--dashboard-address", config.dashboard_address);
+    const std::string name = config.log_dir.empty() ? "this run" : config.log_dir;
+    loggers.push_back(dashboard({host, port, json_lines_path(config), name}));
+  }
+  return loggers;
+}
+
+/// Throws UsageError naming the flag.
+void make_folder(const std::string& flag, const std::string& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (!error) return;
+  throw UsageError(flag + " " + folder + ": cannot make this folder: " + error.message(),
+                   "choose a folder that you may write to");
+}
+
+void check_log_dir(const RunConfig& config) {
+  if (config.log_dir.empty()) return;
+  make_folder("--log-dir", config.log_dir);
+  tool::check_output_file("--log-dir", fs::path(config.log_dir) / "metrics.jsonl", "metrics.jsonl",
+                          check_json_lines);
+}
+
 void check_outputs(const RunConfig& config) {
   tool::check_output_file("--save-weights", config.save_weights, "weights.safetensors");
   tool::check_output_file("--save-best", config.save_best, "best.safetensors");
@@ -97,18 +138,13 @@ CheckpointFolder checkpoint_folder(const RunConfig& config) {
 
 void check_checkpoint_dir(const RunConfig& config, CheckpointFolder& folder) {
   if (config.checkpoint_dir.empty()) return;
-  const std::string what = "--checkpoint-dir " + config.checkpoint_dir;
-  std::error_code error;
-  fs::create_directories(config.checkpoint_dir, error);
-  if (error) {
-    throw UsageError(what + ": cannot make this folder: " + error.message(),
-                     "choose a folder that you may write to");
-  }
+  make_folder("--checkpoint-dir", config.checkpoint_dir);
   folder.prepare();
   const auto others = folder.list();
   if (config.resume != "none" || others.empty()) return;
   // No failure of the run, after which a launcher starts it again with --resume auto implied.
-  throw UsageError(what + " holds checkpoints already (" + others.front().filename().string() + ")",
+  throw UsageError("--checkpoint-dir " + config.checkpoint_dir + " holds checkpoints already (" +
+                       others.front().filename().string() + ")",
                    "--resume auto goes on from the newest; a new run needs another folder");
 }
 
