@@ -108,7 +108,7 @@ struct DatasetOptions {
 ///    uint8 [60000, 28, 28] and [10000, 28, 28], 10 classes.
 ///  - cifar10: the six files of the binary version, in `data_dir` itself, in cifar-10-batches-bin,
 ///    or in cifar10/cifar-10-batches-bin. uint8 [50000, 3, 32, 32] and [10000, 3, 32, 32], 10
-///    classes.
+///    classes. The program tar unpacks a downloaded archive.
 ///  - digits: generated images; the same seed gives the same images on every machine. uint8 [N, 28,
 ///    28].
 ///  - random: the regression set of PyTorch's DDP tutorials, data [2048, 20] and targets [2048, 1],
