@@ -117,7 +117,23 @@ std::optional<std::set<int>> HostRecovery::follow(const HostGeneration& next, Ti
   return std::exchange(missing_, {});
 }
 
+std::set<int> HostRecovery::left_behind(Time now) {
+  std::set<int> left, stay;
+  for (const int worker : workers_) {
+    if (!missing_.count(worker)) (folder_.has_left(worker, number_) ? left : stay).insert(worker);
+  }
+  if (left.empty() || stay.empty()) {
+    left_since_.reset();
+    return {};
+  }
+  if (!left_since_) left_since_ = now;
+  if (now - *left_since_ < kSettle) return {};
+  left_since_ = now;  // Not to be named again at once.
+  return stay;
+}
+
 std::set<int> HostRecovery::hanging(Time now) {
+  if (auto behind = left_behind(now); !behind.empty()) return behind;
   if (number_ == 0 || now < published_at_ + kJoin) return {};
   std::set<int> hanging;
   for (const int worker : workers_) {

@@ -64,6 +64,9 @@ class HostRecovery {
   using Time = std::chrono::steady_clock::time_point;
   /// Who is not in a generation so long after it began hangs.
   static constexpr std::chrono::seconds kJoin{60};
+  /// So does who is still in one that others of this host have left so long ago, with no next one:
+  /// longer than hosts need to agree on it.
+  static constexpr std::chrono::seconds kSettle{10};
 
   /// The workers begin in `first`.
   HostRecovery(const std::filesystem::path& folder, std::set<int> workers,
@@ -81,6 +84,7 @@ class HostRecovery {
  private:
   void publish(const HostGeneration& generation);
   bool all_that_live(const std::function<bool(int)>& are) const;
+  std::set<int> left_behind(Time now);
 
   GenerationFolder folder_;
   const std::set<int> workers_;
@@ -88,6 +92,7 @@ class HostRecovery {
   std::set<int> missing_;
   std::set<int> replaced_;  ///< They join the newest generation when they have started.
   Time published_at_{};
+  std::optional<Time> left_since_;
 };
 
 }  // namespace lockstep::launch

@@ -159,5 +159,19 @@ TEST_F(RecoveryTest, WorkersOfAHostGoOnInTheGenerationsOfAllHosts) {
   EXPECT_FALSE(hosts.go_on_without(5)) << "none is left";
 }
 
+TEST_F(RecoveryTest, WhoDoesNotLeaveWithOthersOfItsHostHangs) {
+  HostRecovery hosts(directory_.path(), {4, 5, 6}, {.world_size = 9});
+  announce({4, 5, 6});
+  const HostRecovery::Time now{};
+  folder_.leave(4, 0);
+  EXPECT_TRUE(hosts.hanging(now).empty());
+  folder_.leave(6, 0);
+  EXPECT_TRUE(hosts.hanging(now + HostRecovery::kSettle - std::chrono::seconds(1)).empty())
+      << "the hosts may agree yet";
+  EXPECT_EQ(hosts.hanging(now + HostRecovery::kSettle), std::set<int>{5});
+  ASSERT_TRUE(hosts.follow({.number = 1, .world_size = 9}, now));
+  EXPECT_TRUE(hosts.hanging(now + HostRecovery::kSettle).empty()) << "a new generation";
+}
+
 }  // namespace recovery_test
 }  // namespace lockstep::launch

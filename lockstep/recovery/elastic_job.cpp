@@ -121,6 +121,8 @@ class ElasticJob::Impl {
   int64_t commits() const { return progress_.commits; }
   int64_t generation() const { return progress_.begins ? 0 : std::max<int64_t>(number_, 1); }
 
+  bool spans_hosts() const { return first_.of_hosts.has_value(); }
+
   std::shared_ptr<const void> kept;
 
  private:
@@ -302,6 +304,10 @@ int64_t ElasticJob::commits() const {
 
 int64_t ElasticJob::generation() const {
   return impl_->generation();
+}
+
+bool ElasticJob::spans_hosts() const {
+  return impl_->spans_hosts();
 }
 
 std::shared_ptr<const void>& ElasticJob::kept() {

@@ -100,6 +100,8 @@ class ElasticJob {
   int64_t commits() const;
   /// The number of the generation, as this host counts. 0: no rank had a state when it began.
   int64_t generation() const;
+  /// Whether ranks of other hosts may take part.
+  bool spans_hosts() const;
 
   /// What one generation leaves to the next in this process, for code that shares it by itself, as
   /// Trainer::live_on does. Null at first.

@@ -15,6 +15,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/process_group.h"
@@ -337,8 +338,20 @@ bool FitLoop::wants_to_stop() const {
                      [](const auto& callback) { return callback->wants_to_stop(); });
 }
 
+/// Whether only ranks of other hosts got the signal. Those of a host get it at once.
+bool FitLoop::is_signal_of_other_hosts() const {
+  if (!job_ || !job_->spans_hosts()) return false;
+  const auto end = Clock::now() + std::chrono::seconds(1);
+  for (PollPause pause; signals_->received() == 0; pause.sleep())
+    if (Clock::now() > end) return true;
+  return false;
+}
+
 void FitLoop::interrupt() {
   for (const auto& callback : callbacks_) callback->on_interrupt(trainer_, stop_requested_);
+  if (is_signal_of_other_hosts())
+    throw GenerationEnded("ranks of another host were told to stop",
+                          "let this exception pass: ElasticJob::run catches it");
   throw InterruptedError(stop_requested_);
 }
 

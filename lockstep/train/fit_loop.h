@@ -89,6 +89,7 @@ class FitLoop {
   bool goes_on(int agreed);
   bool goes_on_now();
   bool wants_to_stop() const;
+  bool is_signal_of_other_hosts() const;
   [[noreturn]] void interrupt();
   MetricSums reduced(const ShardSums& mine) const;
   double seconds() const;

@@ -32,12 +32,12 @@ def free_port():
 class Host:
     """The launcher of a host, and what its ranks write into a folder of their own."""
 
-    def __init__(self, number, folder, nproc, flags, program, namespace=None):
+    def __init__(self, number, folder, nproc, flags, program, namespace, timeout):
         self.folder = folder / f"host-{number}"
         self.folder.mkdir()
         self.namespace = namespace
         words = [t.LOCKSTEP, "run", "--nproc-per-node", nproc, *flags, *program(self.folder)]
-        env = t.clean_environment(LOCKSTEP_TIMEOUT="60", **({} if namespace else {"LOCKSTEP_HOST_ID": f"host{number}"}))
+        env = t.clean_environment(LOCKSTEP_TIMEOUT=timeout, **({} if namespace else {"LOCKSTEP_HOST_ID": f"host{number}"}))
         with open(self.folder / "said", "w") as said:
             self.process = subprocess.Popen(namespace.command(*words) if namespace else list(map(str, words)), stdout=said,
                                             stderr=said, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
@@ -78,7 +78,7 @@ class HostsRecovery(unittest.TestCase):
         self.random = random.Random(SEED)
         self.folder = self.enterContext(t.temporary_folder())
         self.stack = self.enterContext(contextlib.ExitStack())
-        self.hosts, self.nproc, self.made = [], 2, 0
+        self.hosts, self.nproc, self.made, self.timeout = [], 2, 0, 60
 
     def tearDown(self):
         self.stack.close()
@@ -86,7 +86,7 @@ class HostsRecovery(unittest.TestCase):
 
     def add(self, *flags, program, namespace=None):
         self.made += 1
-        host = Host(self.made, self.folder, self.nproc, flags, program, namespace)
+        host = Host(self.made, self.folder, self.nproc, flags, program, namespace, self.timeout)
         self.stack.callback(host.close)
         self.hosts.append(host)
         return host
@@ -218,6 +218,36 @@ class HostsRecovery(unittest.TestCase):
         self.assertEqual(stays.ranks(), ranks)
         self.end()
         self.assertEqual(self.rows("test"), self.epochs)
+
+    def test_training_goes_on_without_a_host_that_is_told_to_stop(self):
+        endpoint = f"127.0.0.1:{free_port()}"
+        self.train(lambda _: ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"), 60)
+        stays, goes = self.hosts[0], self.add_training()
+        t.wait_until(lambda: len(goes.ranks()) == self.nproc, 60, "ranks of both hosts")
+        self.assertTrue(self.wait_for_steps(self.random.randrange(60)), self.told())
+        ranks = stays.ranks()
+        goes.process.send_signal(signal.SIGTERM)
+        self.assertEqual(goes.process.wait(60), 128 + signal.SIGTERM, self.told())
+        self.hosts.remove(goes)
+        self.assertTrue(self.wait_for_steps(2), self.told())
+        self.assertEqual(stays.ranks(), ranks)
+        self.end()
+        self.assertEqual(self.rows("test"), self.epochs)
+
+    def test_a_rank_that_hangs_costs_no_other_process(self):
+        port, self.timeout = free_port(), 15
+        self.train(lambda number: ("--nnodes", 2, "--node-rank", number, "--master-port", port, "--max-restarts", 2), 40)
+        self.add_training()
+        self.assertTrue(self.wait_for_steps(self.random.randrange(60)), self.told())
+        t.wait_until(lambda: sum(len(host.ranks()) for host in self.hosts) == 4, 60, "all ranks")
+        before = [rank for host in self.hosts for rank in host.ranks()]
+        victim = self.random.choice(before)
+        os.kill(victim, signal.SIGSTOP)
+        t.wait_until(lambda: not alive(victim), 120, "the end of the rank that hangs")
+        self.assertTrue(self.wait_for_steps(2), self.told())
+        now = {rank for host in self.hosts for rank in host.ranks()}
+        self.assertLessEqual(set(before) - {victim}, now, self.told())
+        self.end()
 
     def test_a_failure_without_a_restart_that_is_left_ends_all(self):
         port = free_port()

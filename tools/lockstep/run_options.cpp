@@ -84,8 +84,8 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "rank a GPU, else a rank a CPU)",
              "N");
   cli.option("--nnodes", raw.nodes,
-             "Hosts. MIN:MAX lets hosts join and leave while the job runs, which starts all ranks "
-             "again but counts as no restart",
+             "Hosts. MIN:MAX lets hosts join and leave while the job runs, which counts as no "
+             "restart: see --max-restarts for what ranks do then",
              "N");
   cli.option("--node-rank", options.node_rank,
              "This host's number, from 0; needed by the static meeting only", {0, 1e6});
@@ -120,7 +120,9 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.option("--rdzv-id", raw.rdzv_id, "The run's name, in TORCHELASTIC_RUN_ID and log folders",
              "ID");
   cli.option("--max-restarts", options.max_restarts,
-             "How often all ranks start again after one has failed", {0, 1e6});
+             "How often ranks start again after one has failed: those of lockstep train and of an "
+             "ElasticJob live on, and one takes its place; else all do",
+             {0, 1e6});
   cli.option("--role", options.role, "In ROLE_NAME", "NAME");
   cli.choice(
       "--bind-to", options.bind_to, launch::binding_names(),

@@ -1,3 +1,5 @@
+#include <filesystem>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/tool/cli.h"
@@ -42,7 +44,14 @@ int report_command(const std::vector<std::string>& args) {
   if (paths.empty()) throw UsageError("no run was named", "lockstep report runs/a");
   check_output_file("--output", output, "report.html");
   std::vector<nlohmann::ordered_json> shown;
-  for (const auto& path : paths) shown.push_back(read_shown(path));
+  for (const auto& path : paths) {
+    std::error_code ignored;
+    const bool is_folder = std::filesystem::is_directory(path, ignored);
+    if (std::filesystem::equivalent(is_folder ? path + "/metrics.jsonl" : path, output, ignored))
+      throw UsageError("--output " + output + ": this is the run itself",
+                       "name another file for the page");
+    shown.push_back(read_shown(path));
+  }
   write_file_atomically(output, report_page(shown));
   print(output + "\n");
   return kExitSuccess;

@@ -9,6 +9,7 @@
 
 #include "lockstep/amp/precision.h"
 #include "lockstep/base/duration.h"
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -16,6 +17,7 @@
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/data/dataset.h"
 #include "lockstep/launch/binding.h"
+#include "lockstep/launch/generation_folder.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
@@ -415,7 +417,8 @@ void check_config(const RunConfig& config) {
   if (config.checkpoint_every > 0 && config.checkpoint_dir.empty()) {
     throw UsageError("--checkpoint-every needs --checkpoint-dir, the folder to save to");
   }
-  if (config.snapshot_every > 0 && config.checkpoint_dir.empty() && config.max_restarts == 0) {
+  const bool lives_on = config.max_restarts > 0 || env_string(launch::kGenerationFolderVariable);
+  if (config.snapshot_every > 0 && config.checkpoint_dir.empty() && !lives_on) {
     throw UsageError("--snapshot-every needs --checkpoint-dir, to which the last one is written",
                      "or --max-restarts, to go on from it after a failure");
   }
