@@ -51,8 +51,8 @@ class RecoveryPhases(unittest.TestCase):
 
     def faults(self, phase, kind):
         rank = self.random.randrange(RANKS)
-        # Saves are made every five steps.
-        step = 5 * self.random.randrange(1, 19) if phase == "save" else self.random.randrange(2, STEPS * EPOCHS)
+        # Saves are made every five steps. The survivors of an earlier step may have none yet, and nothing to give.
+        step = 5 * self.random.randrange(1, 19) if phase == "save" else self.random.randrange(3, STEPS * EPOCHS)
         if phase in OF_STEP:
             return [f"{phase}:{kind}:{STEPS if phase == 'evaluation' else step}:{rank}"]
         generation = 0 if phase == "meeting" else 1
