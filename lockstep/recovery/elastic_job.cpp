@@ -211,6 +211,7 @@ class ElasticJob::Impl {
     try {
       World world = init(init_options(generation));
       const bool may_begin = generation.number == 0 || generation.of_hosts;
+      progress_.begins = false;
       progress_ = detail::share_state(parts_, progress_, world.group(), may_begin);
       if (progress_.begins) launch::seed_ranks(world, options_);
       keep_numbers();
