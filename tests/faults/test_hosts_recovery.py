@@ -222,8 +222,9 @@ class HostsRecovery(unittest.TestCase):
     def test_training_goes_on_without_a_host_that_is_told_to_stop(self):
         endpoint = f"127.0.0.1:{free_port()}"
         self.train(lambda _: ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "job"), 60)
+        self.assertTrue(self.wait_for_steps(0), self.told())  # It has rank 0.
         stays, goes = self.hosts[0], self.add_training()
-        t.wait_until(lambda: len(goes.ranks()) == self.nproc, 60, "ranks of both hosts")
+        t.wait_until(lambda: "resumed after step" in stays.said(), 120, "steps of two hosts")
         self.assertTrue(self.wait_for_steps(self.random.randrange(60)), self.told())
         ranks = stays.ranks()
         goes.process.send_signal(signal.SIGTERM)

@@ -81,7 +81,8 @@ TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
         const StateDict found = next->model_state();
         ASSERT_EQ(found.size(), wanted.size());
         for (size_t i = 0; i < found.size(); ++i)
-          EXPECT_TRUE(at::equal(found[i].second, wanted[i].second))
+          // Products add in an order that follows from where memory lies: one last bit.
+          EXPECT_TRUE(at::allclose(found[i].second, wanted[i].second, 1e-6, 1e-8))
               << first << ", then " << second << ": " << found[i].first;
       }
     }
