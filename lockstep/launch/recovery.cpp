@@ -1,9 +1,32 @@
 #include "lockstep/launch/recovery.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace lockstep::launch {
+namespace {
+
+using Time = std::chrono::steady_clock::time_point;
+
+/// Members that still stand in a generation that others have left `settle` ago. `left_since`: when
+/// that was seen first.
+std::set<int> left_behind(const GenerationFolder& folder, const std::set<int>& members,
+                          int64_t number, std::chrono::seconds settle,
+                          std::optional<Time>& left_since, Time now) {
+  std::set<int> left, stay;
+  for (const int member : members) (folder.has_left(member, number) ? left : stay).insert(member);
+  if (left.empty() || stay.empty()) {
+    left_since.reset();
+    return {};
+  }
+  if (!left_since) left_since = now;
+  if (now - *left_since < settle) return {};
+  left_since = now;  // Not to be named again at once.
+  return stay;
+}
+
+}  // namespace
 
 bool Recovery::go_on_without(int worker, bool is_replaced) {
   const bool was_expected = expected_.erase(worker) > 0;
@@ -53,17 +76,9 @@ void Recovery::admit() {
 }
 
 std::set<int> Recovery::hanging(std::chrono::steady_clock::time_point now) {
-  std::set<int> left, stay;
-  for (const int member : members_)
-    (folder_.has_left(member, number_) ? left : stay).insert(member);
-  if (left.empty() || waits_) {
-    left_since_.reset();
-    return {};
-  }
-  if (!left_since_) left_since_ = now;
-  if (now - *left_since_ < kSettle) return {};
-  left_since_ = now;  // Not to be named again at once.
-  return stay;
+  if (!waits_) return left_behind(folder_, members_, number_, kSettle, left_since_, now);
+  left_since_.reset();
+  return {};
 }
 
 void Recovery::ended(int worker) {
@@ -117,30 +132,15 @@ std::optional<std::set<int>> HostRecovery::follow(const HostGeneration& next, Ti
   return std::exchange(missing_, {});
 }
 
-std::set<int> HostRecovery::left_behind(Time now) {
-  std::set<int> left, stay;
-  for (const int worker : workers_) {
-    if (!missing_.count(worker)) (folder_.has_left(worker, number_) ? left : stay).insert(worker);
-  }
-  if (left.empty() || stay.empty()) {
-    left_since_.reset();
-    return {};
-  }
-  if (!left_since_) left_since_ = now;
-  if (now - *left_since_ < kSettle) return {};
-  left_since_ = now;  // Not to be named again at once.
-  return stay;
-}
-
 std::set<int> HostRecovery::hanging(Time now) {
-  if (auto behind = left_behind(now); !behind.empty()) return behind;
-  if (number_ == 0 || now < published_at_ + kJoin) return {};
-  std::set<int> hanging;
-  for (const int worker : workers_) {
-    if (!missing_.count(worker) && !folder_.has_joined(worker, number_)) hanging.insert(worker);
-  }
+  std::set<int> there;
+  std::set_difference(workers_.begin(), workers_.end(), missing_.begin(), missing_.end(),
+                      std::inserter(there, there.end()));
+  auto behind = left_behind(folder_, there, number_, kSettle, left_since_, now);
+  if (!behind.empty() || number_ == 0 || now < published_at_ + kJoin) return behind;
   published_at_ = now;  // Not to be named again at once.
-  return hanging;
+  std::erase_if(there, [&](int worker) { return folder_.has_joined(worker, number_); });
+  return there;
 }
 
 }  // namespace lockstep::launch

@@ -84,7 +84,6 @@ class HostRecovery {
  private:
   void publish(const HostGeneration& generation);
   bool all_that_live(const std::function<bool(int)>& are) const;
-  std::set<int> left_behind(Time now);
 
   GenerationFolder folder_;
   const std::set<int> workers_;
