@@ -24,7 +24,8 @@ namespace lockstep {
 
 class Optimizer;
 
-/// Ends a generation from within `ElasticJob::commit`. Let it pass: `run` catches it.
+/// Ends a generation from within `ElasticJob::commit` or Trainer::fit. Let it pass: `run` catches
+/// it.
 class GenerationEnded : public Error {
  public:
   using Error::Error;

@@ -91,7 +91,7 @@ class Callback {
   virtual void on_log(Trainer& trainer, const LogResult& result) {}
   virtual void on_epoch_end(Trainer& trainer, const EpochResult& result) {}
   /// The run ends before its last epoch because a signal asked for it. All ranks are at the same
-  /// step. Afterwards `fit` throws InterruptedError.
+  /// step. Afterwards `fit` throws: see Trainer::fit.
   virtual void on_interrupt(Trainer& trainer, int signal_number) {}
   virtual void on_end(Trainer& trainer, const FitResult& result) {}
   /// True to end the run after this epoch. Must be the same on all ranks.

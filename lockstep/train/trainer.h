@@ -103,6 +103,8 @@ class Trainer {
   /// stop at the same step, or the same batch of an evaluation, within a fraction of a second and
   /// after at most 16 more of them. Then every rank calls the callbacks' on_interrupt and throws
   /// InterruptedError. If an evaluation was interrupted, a resumed run repeats it from its start.
+  /// On several hosts, where ranks live on, those of hosts without the signal throw
+  /// GenerationEnded.
   /// Throws NumericError (see OnNan), CommError and what callbacks throw.
   template <class M, class Train>
   requires BatchLoaders<Train, typename M::BatchType> FitResult fit(std::shared_ptr<M> module,
