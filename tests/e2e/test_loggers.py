@@ -186,8 +186,8 @@ class TensorBoard(unittest.TestCase):
 class Prometheus(unittest.TestCase):
 
     def gauges(self, url):
+        """Empty before the first log."""
         text = fetched(url)
-        self.assertIn("# TYPE lockstep_step gauge", text)
         rows = (re.fullmatch(r"(lockstep_\w+)(?:\{(\w+)=\"(\w+)\"\})? (\S+)", line) for line in text.splitlines())
         return {row.group(1, 2, 3): float(row.group(4)) for row in rows if row}
 
@@ -196,6 +196,7 @@ class Prometheus(unittest.TestCase):
             url = url_of(process, "prometheus")
             t.wait_until(lambda: ("lockstep_loss", "split", "train") in self.gauges(url), 60, "the first values")
             first = self.gauges(url)
+            self.assertIn("# TYPE lockstep_step gauge", fetched(url))
             t.wait_until(lambda: self.gauges(url)["lockstep_step", "split", "train"] > first["lockstep_step", "split", "train"], 60,
                          "a later step")
         for name in ("loss", "accuracy", "samples_per_s", "lr"):
