@@ -37,7 +37,7 @@ class ShmFaults(unittest.TestCase):
 
     def test_killed_rank_is_named_by_all_survivors(self):
         reaction = []
-        for number in range(500 if LONG else 16):
+        for number in range(500 if LONG else 6):
             seed = SEED + number
             choose = random.Random(seed)
             size = choose.choice([2, 2, 3, 4])
@@ -58,7 +58,7 @@ class ShmFaults(unittest.TestCase):
               f"{where})", flush=True)
 
     def test_a_rank_killed_while_the_group_forms(self):
-        for number in range(60 if LONG else 4):
+        for number in range(60 if LONG else 2):
             seed = SEED + 1000 + number
             choose = random.Random(seed)
             with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(
@@ -70,7 +70,7 @@ class ShmFaults(unittest.TestCase):
                 self.survivors_say(ranks, victim, {PEER_LOST: ENDED, TIMEOUT: DID_NOT_COME}, within=30)
 
     def test_all_killed_at_once_leave_nothing(self):
-        for number in range(40 if LONG else 4):
+        for number in range(40 if LONG else 2):
             seed = SEED + 2000 + number
             choose = random.Random(seed)
             with self.subTest(f"seed {seed}"), hosted_store() as (_, port), job(30, "info", port, backend="shm") as ranks:
