@@ -11,15 +11,18 @@ import functools
 import importlib
 import json
 import os
+import pathlib
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import traceback
 
-MODULES = ("torch", "torch.distributed", "safetensors.torch")
+# Of these torch._dynamo is what the first optimizer or DDP of a process imports.
+MODULES = ("torch", "torch.distributed", "torch._dynamo", "safetensors.torch")
 
 
 @functools.cache
@@ -40,6 +43,14 @@ def python(*more, executable=sys.executable):
         server.wait()
 
     return [str(executable), "-S", "-E", __file__, address]
+
+
+def executable(folder, *more, of=sys.executable):
+    """A file that can be called as this Python is. Its scripts are run by the process that forks, the rest by Python itself."""
+    file = pathlib.Path(folder) / "python3"
+    file.write_text(f'#!/bin/sh\ncase "$1" in -*) exec {of} "$@";; esac\nexec {shlex.join(python(*more, executable=of))} "$@"\n')
+    file.chmod(0o755)
+    return file
 
 
 def call(address, *words):
