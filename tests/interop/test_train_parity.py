@@ -3,10 +3,10 @@
 import json
 import random
 import subprocess
-import sys
 import unittest
 
 import lockstep_testing as t
+import torch_forks
 
 SCRIPT = t.SOURCE_DIR / "tests" / "interop" / "ddp_script.py"
 
@@ -70,7 +70,7 @@ def python_weights(folder, data, world_size, options):
     out = folder / "python.safetensors"
     for attempt in range(2):
         rest = [world_size, folder / f"meeting{attempt}", out, data.folder, json.dumps(options)]
-        outputs = python_outputs(lambda rank: [sys.executable, SCRIPT, rank, *rest], world_size)
+        outputs = python_outputs(lambda rank: [*torch_forks.python(), SCRIPT, rank, *rest], world_size)
         if not any("Timeout (0:" in output for output, _ in outputs):
             break
         print(f"Python's ranks hung: {outputs}", flush=True)
