@@ -5,6 +5,7 @@ import sys
 import unittest
 
 import lockstep_testing as t
+import torch_forks
 import wheel_testing as w
 
 w.require_tools()
@@ -17,7 +18,9 @@ def bench(python, *words, check=True):
 
 class BenchPython(unittest.TestCase):
     def test_rows(self):
-        rows = json.loads(bench(w.PYTHON, "--json").stdout)["results"]
+        with t.temporary_folder() as folder:
+            python = torch_forks.executable(folder, of=w.PYTHON)
+            rows = json.loads(bench(python, "--json").stdout)["results"]
         self.assertEqual([row["work"] for row in rows],
                          ["DDP step of linear", "DDP step of mlp", "DDP step of wide", "all_reduce of 4 B",
                           "all_reduce of 437 KB", "lockstep run, torchrun: to the first all_reduce and out"])

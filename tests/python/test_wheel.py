@@ -44,13 +44,15 @@ class Wheel(unittest.TestCase):
     def test_2_another_torch_is_refused_with_both_versions(self):
         import torch
 
-        for version in ("2.9.1", "99.0.0+cu130"):
-            result = t.run(w.PYTHON, "-c", f"import torch; torch.__version__ = '{version}'; import lockstep",
-                           check=False)
-            self.assertNotEqual(result.returncode, 0)
-            said = result.stderr.strip()
-            self.assertIn(f"was built with torch {torch.__version__}, but this is torch {version}", said)
-            self.assertIn("hint:", said)
+        versions = ("2.9.1", "99.0.0+cu130")
+        said = t.run(w.PYTHON, "-c", f"""import torch
+for torch.__version__ in {versions}:
+    try:
+        import lockstep
+    except ImportError as error:
+        print(error)""").stdout
+        for version in versions:
+            self.assertIn(f"was built with torch {torch.__version__}, but this is torch {version}\n  hint:", said)
 
     def test_3_torch_knows_the_backend_without_an_import(self):
         said = t.run(w.PYTHON, "-c", "import sys, torch.distributed as dist; "
