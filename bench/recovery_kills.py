@@ -27,7 +27,8 @@ class Job:
         self.read_to, self.killed = {}, {}  # By process: a place in its file, the generation in which it was killed.
         self.samples, self.finished = {}, collections.defaultdict(set)  # By step; by (step, generation), which processes.
         self.generation = self.first_of_generation = self.last_step = self.noticed = 0
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(folder / "errors", "w"))
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(folder / "errors", "w"),
+                                        env={**os.environ, "TMPDIR": str(folder)})  # Torchrun leaves folders there.
 
     def end(self):
         self.process.terminate()
@@ -52,12 +53,12 @@ class Job:
                 if (generation, -at) > (self.generation, -self.first_of_generation):
                     self.generation, self.first_of_generation = generation, at
 
-    def wait_for(self, condition, what):
+    def wait_for(self, condition, what, every=0.001):
         end = time.monotonic() + LONGEST_WAIT
         while not condition():
             if self.process.poll() is not None or time.monotonic() > end:
                 sys.exit(f"{(self.folder / 'errors').read_text()}\nno {what} came; the job's status is {self.process.poll()}")
-            time.sleep(0.001)
+            time.sleep(every)
             self.read()
 
     def kill_one(self, random):
@@ -79,7 +80,7 @@ class Job:
                 end, before = time.monotonic() + seconds, self.last_step
                 if kills:
                     self.kill_one(random)
-                self.wait_for(lambda: time.monotonic() > end, "end of a stretch")
+                self.wait_for(lambda: time.monotonic() > end, "end of a stretch", every=0.1)  # Reading takes a processor.
                 made[kills] += self.last_step - before
         return made[1] / made[0]
 

@@ -37,7 +37,10 @@ std::string help_row(const std::string& left, const std::string& right, size_t w
   } else {
     row.resize(column, ' ');
   }
-  return row + wrapped(right, {column, column, width}) + "\n";
+  for (const auto& line : split(right, '\n'))
+    row += (row.ends_with(' ') ? "" : std::string(column, ' ')) +
+           wrapped(line, {column, column, width}) + "\n";
+  return row;
 }
 
 }  // namespace

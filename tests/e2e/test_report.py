@@ -89,6 +89,8 @@ class Report(unittest.TestCase):
             self.assertEqual(run["name"], str(folder / "a"))
             self.assertEqual(bench.pop("name"), str(folder / "b.json"))
             self.assertEqual(bench, json.loads((folder / "b.json").read_text()))
+            (piped,) = data_of(t.run(t.LOCKSTEP, "report", folder / "b.json", "-o", "-").stdout)
+            self.assertEqual(piped["results"], bench["results"])
             self.assertEqual(list(bench["results"][0])[:3], ["bytes", "ranks", "backend"], "columns keep their order")
 
     def test_what_is_no_run_is_named(self):
@@ -101,6 +103,7 @@ class Report(unittest.TestCase):
                 self.assertEqual(result.returncode, code)
                 self.assertRegex(result.stderr, f"{run}.* {words}")
             self.assertEqual(t.run(t.LOCKSTEP, "report", check=False).returncode, 2)
+            self.assertEqual(t.run(t.LOCKSTEP, "report", folder / "empty", "-o", "", check=False).returncode, 2)
             self.assertFalse((folder / "out.html").exists())
 
 

@@ -410,8 +410,9 @@ void explain(const std::vector<std::string>& args) {
       "the same work in Python. 'lockstep bench WHAT --help' lists a benchmark's flags.");
   std::string list;
   for (const auto& bench : benches()) {
-    list += (list.empty() ? "" : "; ") + bench.name + ": " + bench.summary.substr(9);
-    if (list.ends_with('.')) list.pop_back();
+    const std::string what = bench.summary.substr(std::string("Measures ").size());
+    list +=
+        (list.empty() ? "" : "\n") + bench.name + ": " + what.substr(0, what.find_first_of(".:"));
     for (const auto& example : bench.examples) cli.example(example);
   }
   std::string what;

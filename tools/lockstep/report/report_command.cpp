@@ -36,13 +36,15 @@ int report_command(const std::vector<std::string>& args) {
               "Of `lockstep train --logger jsonl --log-dir runs/a`");
   cli.example("lockstep report bench.json -o bench.html",
               "Of `lockstep bench step --compare-python --output bench.json`");
-  cli.option("-o,--output", output, "The page's file", "FILE");
+  cli.option("-o,--output", output, "The page's file; - is standard output", "FILE");
   cli.trailing("RUN...", paths,
                "Folders of --log-dir, JSON lines of --metrics-file, or an --output of lockstep "
                "bench");
   if (!cli.parse(in_order(args))) return kExitSuccess;
   if (paths.empty()) throw UsageError("no run was named", "lockstep report runs/a");
-  check_output_file("--output", output, "report.html");
+  if (output.empty()) throw UsageError("--output: a file's name is needed", "--output report.html");
+  const bool to_stdout = output == "-";
+  if (!to_stdout) check_output_file("--output", output, "report.html");
   std::vector<nlohmann::ordered_json> shown;
   for (const auto& path : paths) {
     std::error_code ignored;
@@ -52,8 +54,8 @@ int report_command(const std::vector<std::string>& args) {
                        "name another file for the page");
     shown.push_back(read_shown(path));
   }
-  write_file_atomically(output, report_page(shown));
-  print(output + "\n");
+  if (!to_stdout) write_file_atomically(output, report_page(shown));
+  print(to_stdout ? report_page(shown) : output + "\n");
   return kExitSuccess;
 }
 

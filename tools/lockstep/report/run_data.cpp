@@ -137,7 +137,9 @@ RunData read_run(const fs::path& path, const std::string& name) {
     has_rows = has_rows || (row.is_object() && row.contains("step"));
     run.add(row);
   }
-  if (!has_rows) throw DataError(file.string() + " holds no rows of metrics");
+  if (!has_rows)
+    throw DataError(file.string() +
+                    " holds no rows of metrics, and is no whole --output of lockstep bench");
   return run;
 }
 
