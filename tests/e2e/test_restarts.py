@@ -12,6 +12,7 @@ import unittest
 import lockstep_testing as t
 from run_testing import Launched, lockstep_run, processes_with, running, wait_for_files
 
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 SEED = int(os.environ.get("LOCKSTEP_FAULT_SEED", random.randrange(1 << 30)))
 SNAPSHOTS = t.BUILD_DIR / "examples/002_ddp_series/multigpu_torchrun"
 START = t.BUILD_DIR / "tests/lockstep_start_program"
@@ -24,7 +25,7 @@ def setUpModule():
 class Run(unittest.TestCase):
     def test_goes_on_from_its_snapshot_whenever_a_rank_is_killed(self):
         chance = random.Random(SEED)
-        for _ in range(3):
+        for _ in range(1 + 2 * LONG):
             with t.temporary_folder() as folder, \
                     Launched("--max-restarts", 3, "--nproc-per-node", 2, SNAPSHOTS, 150, 1, cwd=folder) as job:
                 t.wait_until((folder / "snapshot.safetensors").exists, 60, "the first snapshot")
@@ -122,7 +123,7 @@ class Programs(unittest.TestCase):
     def train(self, folder, *words, kill=None):
         """The weights after training, with the rank that is killed after its first checkpoint."""
         env = t.clean_environment(OMP_NUM_THREADS="1")
-        job = subprocess.Popen([t.LOCKSTEP, "train", "--dataset", "digits", "--devices", "2", "--max-epochs", "30", "--checkpoint-dir",
+        job = subprocess.Popen([t.LOCKSTEP, "train", "--dataset", "digits", "--devices", "2", "--max-epochs", "20", "--limit-val-batches", "1", "--checkpoint-dir",
                                 folder / "run", "--save-weights", folder / "w.safetensors", *words], env=env, cwd=folder,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         try:
