@@ -14,7 +14,9 @@ import unittest
 
 from lockstep_testing import LOCKSTEP, clean_environment, main, run, temporary_folder
 from run_testing import CPP_RANK, MARK, TORCHRUN, Launched, lockstep_run
+import torch_forks
 
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 DUMP = """
 import json, os, sys
 with open(os.path.join(os.environ["OUT"], os.environ["LOCAL_RANK"]), "w") as f:
@@ -51,6 +53,10 @@ def dumped(folder, ranks):
     return [json.loads((pathlib.Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
 
 
+def torchrun():
+    return (*torch_forks.python(), "-m", "torch.distributed.run")
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -72,7 +78,7 @@ class Variables(unittest.TestCase):
             theirs.mkdir(), ours.mkdir()
             env = clean_environment(OUT=theirs, PYTHON_EXEC=sys.executable)
             env.pop("OMP_NUM_THREADS")
-            run(TORCHRUN, *flags, program, env=env)
+            run(*torchrun(), *flags, program, env=env)
             result = run(LOCKSTEP, "run", *flags, program, env={**env, "OUT": str(ours)})
             self.assertEqual(result.stderr.count("lockstep run: OMP_NUM_THREADS"), 1, "said once")
             for left, right in zip(dumped(theirs, 2), dumped(ours, 2)):
@@ -396,7 +402,7 @@ class FlagsOfTorchrun(unittest.TestCase):
     def test_events_have_torchruns_fields(self):
         if not TORCHRUN.exists():
             self.skipTest("no torchrun beside this Python")
-        result = subprocess.run([TORCHRUN, "--event-log-handler", "console", "--nproc-per-node", "1", "--no-python", "true"],
+        result = subprocess.run([*torchrun(), "--event-log-handler", "console", "--nproc-per-node", "1", "--no-python", "true"],
                                 capture_output=True, text=True, timeout=120, env=clean_environment())
         theirs = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
         ours = self.events("true")[2]
@@ -471,7 +477,7 @@ class Slurm(unittest.TestCase):
         return result.stdout, result.stderr
 
     def test_in_an_allocations_shell_ranks_are_started(self):
-        for more in ({}, {"SLURM_NTASKS": 2}, {"SLURM_STEP_ID": 4294967290, "SLURM_STEP_NUM_TASKS": 1}):
+        for more in ({"SLURM_NTASKS": 2}, {"SLURM_STEP_ID": 4294967290, "SLURM_STEP_NUM_TASKS": 1}, *LONG * [{}]):
             with self.subTest(more):
                 out, err = self.train(2, **{**self.SHELL, **more})
                 self.assertRegex(out, r"(?m)^2 ranks over ")
@@ -510,8 +516,8 @@ class Hosts(unittest.TestCase):
                 probe.bind(("::1", 0))
             except OSError:
                 self.skipTest("no IPv6 here")
-        for flags in (["--master-addr", "[::1]"], ["--rdzv-endpoint", "[::1]"], ["--rdzv-endpoint", "[::1]:0"],
-                      ["--master-addr", "::1"]):
+        for flags in (["--master-addr", "[::1]"], ["--rdzv-endpoint", "[::1]:0"],
+                      *LONG * [["--rdzv-endpoint", "[::1]"], ["--master-addr", "::1"]]):
             with self.subTest(flags):
                 code, out, err = lockstep_run(*flags, "--nproc-per-node", 2, CPP_RANK, "init", timeout=120)
                 self.assertEqual(code, 0, err)
