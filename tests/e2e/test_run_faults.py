@@ -15,6 +15,8 @@ import unittest
 from lockstep_testing import main, temporary_folder, wait_until
 from run_testing import CPP_RANK, Launched, alive, lockstep_run, processes_with, seconds, wait_for_files
 
+LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
+
 # Leaves a daemon that has forked twice, changed session and forgotten its environment.
 DAEMON = ("(setsid env -i PATH=$PATH sh -c 'echo $$ > '$OUT'/daemon$0.tmp; "
           "mv '$OUT'/daemon$0.tmp '$OUT'/daemon$0; exec sleep 1000' $RANK &); ")
@@ -350,7 +352,7 @@ class Signals(unittest.TestCase):
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed {seed}", file=sys.stderr)
         source = random.Random(seed)
-        for attempt in range(15):
+        for attempt in range(15 if LONG else 5):
             number = source.choice([signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
             with temporary_folder() as folder, \
                     Launched("--nproc-per-node", 2, "sh", "-c", DAEMON + "sleep 1000",
@@ -446,7 +448,7 @@ class Killed(unittest.TestCase):
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed {seed}", file=sys.stderr)
         source = random.Random(seed)
-        for attempt in range(15):
+        for attempt in range(15 if LONG else 5):
             with temporary_folder() as folder, \
                     Launched("--nproc-per-node", 2, "sh", "-c", DAEMON + "sleep 1000", stdout=subprocess.DEVNULL,
                              stderr=subprocess.DEVNULL, env={"OUT": str(folder)}) as launched:
