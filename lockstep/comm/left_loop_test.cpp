@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <map>
 
 #include "lockstep/base/error.h"
@@ -91,6 +92,7 @@ TEST(LeftLoopOfAnotherHost, IsToldWhileALeaderWaitsForAMessage) {
                       if (group.rank() == 3) return;
                       if (group.rank() == waits) {
                         at::Tensor message = at::ones({3});
+                        group.set_timeout(std::chrono::seconds(3));
                         EXPECT_THROW(group.recv_any(message), PeerLostError);
                       } else {
                         EXPECT_EQ(steps_told<PeerLeftError>(group), (Steps{{3, 12}}));

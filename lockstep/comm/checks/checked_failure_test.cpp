@@ -194,7 +194,8 @@ Outcome wait_beside_a_dead_rank(
 }
 
 TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
-  for (const auto timeout : {kNoTimeout, std::chrono::milliseconds(60'000)}) {
+  expect_ok(run_ranks(2, [](int turn) {
+    const auto timeout = turn == 0 ? kNoTimeout : std::chrono::milliseconds(60'000);
     const auto begin = std::chrono::steady_clock::now();
     const auto outcome = wait_beside_a_dead_rank(timeout, [](CheckContext&, const auto&) {});
     EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
@@ -203,7 +204,7 @@ TEST(CheckedFailure, ADeathThatTheBackendMissesEndsAWait) {
                     "rank 0: all_reduce.sum. of float32 \\[2\\], collective 1 of group 'default', "
                     "lost its connection to rank 1: rank 1 .process [0-9]+. has ended\n.*"));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
-  }
+  }));
 }
 
 TEST(CheckedFailure, ADeathEndsAWaitThoughTheStoreIsLostAtOnce) {
@@ -221,7 +222,7 @@ TEST(CheckedFailure, ADeathEndsAWaitThoughTheStoreIsLostAtOnce) {
 
 TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
   const auto outcome = wait_beside_a_dead_rank(
-      std::chrono::seconds(4),
+      std::chrono::seconds(3),
       [](CheckContext& dead, const auto&) { dead.tell_end(Failure::Kind::closed); });
   EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
   EXPECT_TRUE(outcome.failure().ranks.empty()) << outcome.text();
@@ -236,15 +237,15 @@ TEST(CheckedFailure, ADeadRankIsNamedThoughItHadToldOfAFailure) {
 }
 
 TEST(CheckedFailure, WhoShutsTheGroupDownTellsSoAtEveryLevel) {
-  for (const auto debug : {DebugLevel::off, DebugLevel::info}) {
+  expect_ok(run_ranks(2, [](int turn) {
     const auto outcome =
-        wait_beside_a_dead_rank(std::chrono::seconds(4), [&](CheckContext&, const auto& store) {
-          auto options = options_of(debug);
+        wait_beside_a_dead_rank(std::chrono::seconds(3), [&](CheckContext&, const auto& store) {
+          auto options = options_of(turn == 0 ? DebugLevel::off : DebugLevel::info);
           options.needs_comparison = false;
           make_checked_backend(c10::make_intrusive<NeverEnds>(1, 2), store, options)->shutdown();
         });
     EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
-  }
+  }));
 }
 
 // Gloo's work for it keeps to no time-out of a wait, and does not say that it has failed.
