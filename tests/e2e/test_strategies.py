@@ -22,7 +22,7 @@ def data():
 
 def strategies():
     text = t.run(t.LOCKSTEP, "train", "--help-all").stdout
-    found = re.search(r"--strategy ([\w|]+)", text)
+    found = re.search(r"^  --strategy (\w+(\|\w+)+)$", text, re.M)
     assert found, text
     return found[1].split("|")
 
@@ -103,7 +103,7 @@ class Strategies(unittest.TestCase):
         self.assertEqual(cut("--pipeline-plan", "layers.2"), [])
 
     def test_apex_levels(self):
-        for level, scale in (("O1", "dynamic"), ("O2", "dynamic"), ("O2", "128"), ("O3", "64")):
+        for level, scale in (("O1", "dynamic"), *([("O2", "dynamic")] if LONG else []), ("O2", "128"), ("O3", "64")):
             with self.subTest(f"{level} {scale}"):
                 self.check_resumption("ddp", "--amp-level", level, "--loss-scale", scale, *self.optimizer(level))
 
@@ -119,9 +119,10 @@ class Strategies(unittest.TestCase):
         """From the end of an epoch: to the same bits where the sums are the same."""
         names = [name for name in strategies() if name in AS_DDP]
         with t.temporary_folder() as folder:
-            for name in ["ddp", *names]:
+            for name in names:
                 train(name, "--max-epochs", 1, "--checkpoint-dir", folder / name)
-            whole = train("ddp", "--save-weights", folder / "whole")
+            whole = train("ddp", "--save-weights", folder / "whole", "--checkpoint-dir", folder / "run", "--keep-checkpoints", 0)
+            (folder / "ddp").symlink_to("run/step-00000006")
             for name in names:
                 for saved, resumed in (("ddp", name), (name, "ddp")):
                     with self.subTest(f"{saved} then {resumed}"):
