@@ -179,9 +179,9 @@ class AdamParity(unittest.TestCase):
             return parity(folder, mode="optim", name=name, options=options, steps=steps,
                           input=str(folder / "in.safetensors"), **more)
 
-    def each(self):
+    def each(self, variants=VARIANTS):
         for name in self.KINDS:
-            for options in self.VARIANTS:
+            for options in variants:
                 with self.subTest(name=name, options=options):
                     yield name, {"lr": 0.01, **options}
 
@@ -227,8 +227,9 @@ class AdamParity(unittest.TestCase):
 
     def test_one_step_is_within_eight_units_of_pythons_default(self):
         unit = torch.finfo(torch.float32).eps
-        for scale in (1.0, 1e-3):  # Parameters that are larger and smaller than the update.
-            for name, options in self.each():
+        # Parameters that are larger and smaller than the update.
+        for scale, variants in ((1.0, self.VARIANTS[::2]), (1e-3, self.VARIANTS[1::2])):
+            for name, options in self.each(variants):
                 start, theirs, ours = self.one_step(name, options, scale)
                 self.assertEqual(set(ours), set(theirs))
                 for i in range(len(SHAPES)):
