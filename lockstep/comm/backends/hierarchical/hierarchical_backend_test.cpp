@@ -57,6 +57,8 @@ TEST_P(Placements, EveryCollectiveGivesGloosResult) {
     size_t next = random() % kSizes.size();
     for (const auto type : types) {
       for (const auto op : {Op::SUM, Op::AVG, Op::PRODUCT, Op::MIN, Op::MAX}) {
+        // The short form draws two of five.
+        if (random() % 5 > 1 && !env_flag("LOCKSTEP_LONG_TESTS")) continue;
         const int64_t count = kSizes[next++ % kSizes.size()];
         const int root = static_cast<int>(random() % static_cast<uint64_t>(size));
         const bool async = random() % 2 == 0;
