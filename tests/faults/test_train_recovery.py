@@ -146,14 +146,17 @@ class TrainerRecovery(unittest.TestCase):
                                        stderr=subprocess.PIPE, text=True, env=t.clean_environment(LOCKSTEP_TIMEOUT="60"))
             try:
                 t.wait_until(lambda: len([path for path in folder.glob("finished-*") if path.stat().st_size]) == 3, 60, "steps")
+                killed = set()  # A dead process stays a child for a moment.
                 for _ in range(kills):
                     time.sleep(self.random.choice([0.0, 0.05, 0.3, 1.0]) * self.random.random())
                     # The state lies with those that have made a step.
-                    alive = [pid for child in children(process.pid) for pid in children(child)]
+                    alive = [pid for child in children(process.pid) for pid in children(child) if pid not in killed]
                     made = [pid for pid in alive if (folder / f"finished-{pid}").exists()
                             and (folder / f"finished-{pid}").stat().st_size]
                     if process.poll() is None and len(made) >= 2:
-                        os.kill(self.random.choice(alive), signal.SIGKILL)
+                        victim = self.random.choice(alive)
+                        os.kill(victim, signal.SIGKILL)
+                        killed.add(victim)
                 _, errors = process.communicate(timeout=180)
             finally:
                 process.kill()
