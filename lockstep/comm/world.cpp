@@ -288,7 +288,7 @@ void expect_generation_exists(int64_t generation) {
 Rendezvous plan_of(const InitOptions& options, milliseconds timeout) {
   if (options.mpi_communicator) {
     if (!options.store && options.rank < 0 && options.world_size < 0)
-      return plan_over_mpi(options.mpi_communicator, timeout);
+      return plan_over_mpi(options.mpi_communicator, timeout, options.backend == "mpi");
     throw UsageError("init: mpi_communicator is given beside a store, a rank or a world_size",
                      "leave those out: the communicator says who the ranks are");
   }

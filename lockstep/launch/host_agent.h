@@ -13,7 +13,7 @@ struct HostGeneration {
   int world_size = 1;
   int node_rank = 0;
   int nodes = 1;
-  std::string master_addr;
+  std::string master_addr = {};
   uint16_t master_port = 0;
 };
 

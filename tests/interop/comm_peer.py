@@ -88,7 +88,6 @@ def main():
     else:
         out["results"] = run_ops() if sys.argv[1] == "ops" else run_groups()
     print(json.dumps(out), flush=True)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

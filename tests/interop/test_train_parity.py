@@ -64,16 +64,11 @@ def python_outputs(command, world_size):
 
 
 def python_weights(folder, data, world_size, options):
-    """Python's ranks have hung, though rarely. They then end with the stack of each thread, and get a second try."""
     from safetensors.torch import load_file
 
     out = folder / "python.safetensors"
-    for attempt in range(2):
-        rest = [world_size, folder / f"meeting{attempt}", out, data.folder, json.dumps(options)]
-        outputs = python_outputs(lambda rank: [*torch_forks.python(), SCRIPT, rank, *rest], world_size)
-        if not any("Timeout (0:" in output for output, _ in outputs):
-            break
-        print(f"Python's ranks hung: {outputs}", flush=True)
+    rest = [world_size, folder / "meeting", out, data.folder, json.dumps(options)]
+    outputs = python_outputs(lambda rank: [*torch_forks.python(), SCRIPT, rank, *rest], world_size)
     for rank, (output, code) in enumerate(outputs):
         if code != 0:
             raise AssertionError(f"Python's rank {rank} failed:\n{output}")

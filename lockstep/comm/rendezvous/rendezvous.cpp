@@ -160,8 +160,9 @@ Rendezvous plan_over_store(const Store& store, int rank, int world_size) {
   return plan;
 }
 
-Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout) {
-  const auto place = mpi::use(communicator, timeout);
+Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,
+                         bool for_backend) {
+  const auto place = mpi::use(communicator, timeout, for_backend);
   Rendezvous plan;
   plan.job.launcher = "mpi";
   plan.job.rank = place.rank;

@@ -26,9 +26,10 @@ Rendezvous plan_rendezvous(const std::string& init_method, int asked_rank, int a
 /// found out: the environment may be of another generation. Throws UsageError.
 Rendezvous plan_over_store(const Store& store, int rank, int world_size);
 
-/// The same where the program has handed in a communicator of MPI. Blocks until all its ranks call.
-/// Throws as mpi::use.
-Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout);
+/// The same where the program has handed in a communicator of MPI, for the backend mpi or another.
+/// Blocks until all its ranks call. Throws as mpi::use.
+Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,
+                         bool for_backend);
 
 /// Where the launcher did not say at what address rank 0 listens, finds it out. Rank 0 takes a free
 /// port and tells the others (see mpirun_meeting.h). Blocks until it has. Else does nothing.

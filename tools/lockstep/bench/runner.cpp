@@ -30,24 +30,16 @@ std::optional<BenchRow> result_in(const std::string& file) {
   return result.is_discarded() ? std::nullopt : std::optional(std::move(result));
 }
 
-/// What processes have written. Throws when they failed, or wrote nothing. Python's may have
-/// crashed later, as Gloo's threads do at times: all is measured then.
+/// What processes have written. Throws when they failed, or wrote nothing.
 BenchRow taken_result(const std::string& what, const std::vector<ProcessResult>& results,
-                      const std::string& file, bool with_python) {
-  auto result = result_in(file);
+                      const std::string& file) {
   // The first that failed by itself says more than those that were then ended.
   const ProcessResult* failed = nullptr;
   for (const auto& one : results) {
     if (one.status != 0 && (!failed || failed->status == 128 + SIGTERM)) failed = &one;
   }
-  if (failed) {
-    if (!with_python || !result) expect_success(what, *failed);
-    auto lines = split(failed->err, '\n');
-    while (!lines.empty() && lines.back().empty()) lines.pop_back();
-    log_warning(what + " ended with exit code " + std::to_string(failed->status) +
-                " after its result was written" + (lines.empty() ? "" : " (" + lines.back() + ")") +
-                "; the result counts");
-  }
+  if (failed) expect_success(what, *failed);
+  const auto result = result_in(file);
   if (!result) throw Error(what + " wrote no result");
   return *result;
 }
@@ -247,7 +239,7 @@ BenchRow BenchRunner::run_ranks(bool with_python, BenchRow config) {
     specs.push_back({command, rank_environment(rank, ranks, options.threads, with_python)});
   }
   const std::string what = (with_python ? "Python's " : "") + kind + " benchmark";
-  return taken_result(what, run_processes(specs, kRunTimeout), config["result"], with_python);
+  return taken_result(what, run_processes(specs, kRunTimeout), config["result"]);
 }
 
 ProcessResult BenchRunner::run_whole(const std::string& what,
@@ -268,7 +260,7 @@ std::pair<ProcessResult, BenchRow> BenchRunner::run_python(const std::string& wh
   launcher.insert(launcher.end(), command.begin(), command.end());
   const auto env = rank_environment(-1, 0, options.threads, /*with_python=*/true);
   auto run = run_process({std::move(launcher), env}, kRunTimeout);
-  BenchRow result = taken_result(what, {run}, config["result"], /*with_python=*/true);
+  BenchRow result = taken_result(what, {run}, config["result"]);
   return {std::move(run), std::move(result)};
 }
 

@@ -69,8 +69,11 @@ std::string version() {
   return Engine::version();
 }
 
-Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout) {
+Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,
+          bool for_backend) {
   check_program_runs_mpi();
+  // Now, on all ranks alike: once they have met, who holds the store leaves before others know why.
+  if (for_backend) expect_thread_multiple();
   const auto theirs = communicator.get<MPI_Comm>();
   Place place;
   check(MPI_Comm_size(theirs, &place.size), "MPI_Comm_size");

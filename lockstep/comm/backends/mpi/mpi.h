@@ -34,8 +34,9 @@ struct Place {
 
 /// From now on, until `end`, the job's ranks are those of the communicator, by a duplicate of it.
 /// All its ranks call, on a thread that may call MPI. Throws UsageError where the program's MPI is
-/// not running or this build has none, TimeoutError where a rank does not come.
-Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout);
+/// not running, or `for_backend` not with MPI_THREAD_MULTIPLE, or this build has none. Throws
+/// TimeoutError where a rank does not come.
+Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout, bool for_backend);
 
 /// Rank 0's text on every rank of the job. All ranks call. Starts MPI unless `use` was given
 /// a communicator. `rank` and `size`: what the

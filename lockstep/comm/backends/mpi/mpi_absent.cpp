@@ -28,7 +28,7 @@ std::string version() {
   return {};
 }
 
-Place use(const MpiCommunicator&, std::chrono::milliseconds) {
+Place use(const MpiCommunicator&, std::chrono::milliseconds, bool) {
   throw_absent();
 }
 

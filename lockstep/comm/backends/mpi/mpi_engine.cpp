@@ -172,6 +172,14 @@ void Engine::run_thread(std::promise<void>& started) {
   changed_.notify_all();
 }
 
+void expect_thread_multiple() {
+  int level = MPI_THREAD_SINGLE;
+  check(MPI_Query_thread(&level), "MPI_Query_thread");
+  if (level >= MPI_THREAD_MULTIPLE) return;
+  throw UsageError("the program has started MPI without MPI_THREAD_MULTIPLE",
+                   "leave the start of MPI to Lockstep, or call MPI_Init_thread with it");
+}
+
 void Engine::start_mpi() {
   int running = 0, ended = 0, level = MPI_THREAD_SINGLE;
   check(MPI_Initialized(&running), "MPI_Initialized");
@@ -179,11 +187,7 @@ void Engine::start_mpi() {
   if (ended) throw CommError("MPI has ended in this process already");
   owns_mpi_ = !running;
   if (running) {
-    check(MPI_Query_thread(&level), "MPI_Query_thread");
-    if (level < MPI_THREAD_MULTIPLE) {
-      throw UsageError("the program has started MPI without MPI_THREAD_MULTIPLE",
-                       "leave the start of MPI to Lockstep, or call MPI_Init_thread with it");
-    }
+    expect_thread_multiple();
   } else {
     check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &level), "MPI_Init_thread");
   }

@@ -26,6 +26,10 @@ class MpiWork;
 /// Throws CommError with MPI's own text unless `code` is MPI_SUCCESS. `call`: the MPI function.
 void check(int code, const char* call);
 
+/// Throws UsageError where the program has started MPI with a lower level: the engine's thread is
+/// none of the program's.
+void expect_thread_multiple();
+
 /// The ranks of one backend and their communicator.
 struct Group {
   std::string name;
