@@ -7,6 +7,7 @@ import os
 import pathlib
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +27,8 @@ class Job:
         self.folder = folder
         self.read_to, self.killed = {}, {}  # By process: a place in its file, the generation in which it was killed.
         self.samples, self.finished = {}, collections.defaultdict(set)  # By step; by (step, generation), which processes.
-        self.generation = self.first_of_generation = self.last_step = self.noticed = 0
+        self.first_made = {}  # By step: when.
+        self.generation = self.first_of_generation = self.last_step = self.noticed = self.killed_at = 0
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=open(folder / "errors", "w"),
                                         env={**os.environ, "TMPDIR": str(folder)})  # Torchrun leaves folders there.
 
@@ -49,6 +51,7 @@ class Job:
                     continue
                 self.samples[step] = samples
                 self.finished[step, generation].add(pid)
+                self.first_made[step] = min(at, self.first_made.get(step, at))
                 self.last_step = max(self.last_step, step)
                 if (generation, -at) > (self.generation, -self.first_of_generation):
                     self.generation, self.first_of_generation = generation, at
@@ -67,22 +70,36 @@ class Job:
         self.wait_for(lambda: time.monotonic() > end, "moment")
         victim = random.choice([pid for pid, place in sorted(self.read_to.items()) if place and is_alive(pid)])
         before = self.killed[victim] = self.generation
-        at = time.monotonic_ns()
+        at = self.killed_at = time.monotonic_ns()
         os.kill(victim, signal.SIGKILL)
         self.wait_for(lambda: self.generation > before, "step after a kill")
         return (self.first_of_generation - at) / 1e9, (self.noticed - at) / 1e9 if self.noticed > at else None
 
-    def goodput(self, seconds, pairs, random):
-        """Steps in stretches of so many seconds with a kill, by those in stretches without one."""
-        made = [0, 0]
-        for _ in range(pairs):
-            for kills in (0, 1):
-                end, before = time.monotonic() + seconds, self.last_step
-                if kills:
-                    self.kill_one(random)
-                self.wait_for(lambda: time.monotonic() > end, "end of a stretch", every=0.1)  # Reading takes a processor.
-                made[kills] += self.last_step - before
-        return made[1] / made[0]
+    def pause(self, seconds):
+        """Its end. Reads seldom, as that takes a processor."""
+        end = time.monotonic() + seconds
+        self.wait_for(lambda: time.monotonic() > end, "end of a pause", every=0.1)
+        return time.monotonic_ns()
+
+    def made(self, begin, end):
+        """Steps that were made for the first time."""
+        return sum(begin <= at < end for at in self.first_made.values())
+
+    def seconds_lost(self, pause, random):
+        """By a kill, at the speed of the pauses before it and after its consequences."""
+        begin = time.monotonic_ns()
+        self.pause(pause)
+        self.kill_one(random)
+        late = self.pause(pause)
+        end = self.pause(pause)
+        steps = self.made(begin, self.killed_at) + self.made(late, end)
+        speed = max(1, steps) / (self.killed_at - begin + end - late)
+        return (end - self.killed_at - self.made(self.killed_at, end) / speed) / 1e9
+
+    def goodput(self, every, kills, random):
+        """The part of the time that is left where a rank is killed every so many seconds."""
+        lost = statistics.mean(self.seconds_lost(min(2, every), random) for _ in range(kills))
+        return max(0, 1 - lost / every)
 
     def samples_lost(self):
         """Of steps that nobody has finished although later ones were."""
@@ -113,7 +130,7 @@ def main():
             sys.exit((job.folder / "errors").read_text())
         job.wait_for(lambda: job.last_step > 0 or config["ends"], "first step")
         times = [job.kill_one(chosen) for _ in range(config["kills"])]
-        goodput = job.goodput(config["kill_every"], config["pairs"], chosen) if config["pairs"] else None
+        goodput = job.goodput(config["kill_every"], config["goodput_kills"], chosen) if config["goodput_kills"] else None
         last = job.last_step + config["steps_after"]
         job.wait_for(lambda: job.last_step >= last, "next epoch")
     finally:

@@ -191,8 +191,8 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
         "Keep each rank to its part of the cores or to a NUMA domain, as `lockstep train` does");
   if (takes("--kills")) {
     cli.option("--kills", options.kills, "Kills of each side", {1, 1e6});
-    cli.option("--kill-every", options.kill_every,
-               "Seconds between two kills where goodput is measured", {0.1, 3600});
+    cli.option("--kill-every", options.kill_every, "Seconds between two kills, for goodput",
+               {0.1, 3600});
     cli.seed("--seed", options.seed, "Of who is killed when");
   }
   if (takes("--epochs")) cli.option("--epochs", options.epochs, "Passes over the data", {1, 1000});

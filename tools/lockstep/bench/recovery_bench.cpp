@@ -123,7 +123,7 @@ struct RecoveryRow {
 struct JobPlan {
   int64_t kills = 0;
   int64_t epochs = kEndless;  ///< Else the job ends by itself.
-  int pairs = 0;              ///< Of stretches with and without a kill, for goodput.
+  int goodput_kills = 0;
 };
 
 /// One job: what recovery_kills.py writes.
@@ -153,7 +153,7 @@ BenchRow run_job(BenchRunner& runner, const RecoveryRow& row, const std::string&
       {"folder", folder.path().string()},
       {"kills", plan.kills},
       {"ends", plan.epochs != kEndless},
-      {"pairs", plan.pairs},
+      {"goodput_kills", plan.goodput_kills},
       {"kill_every", runner.options.kill_every},
       {"seed", runner.options.seed + static_cast<uint64_t>(row.kills())},
       {"steps_after", tells ? 2 * BenchData::kTrainSamples / 64 / row.ranks : 0}};
@@ -187,11 +187,12 @@ BenchRow has_same_weights(BenchRunner& runner, const std::string& data, const Re
   });
 }
 
-/// What is left of the steps of an undisturbed job where a rank is killed every `kill_every`.
+/// The part of the time that is left where a rank is killed every `kill_every` seconds.
 BenchRow goodput_of(BenchRunner& runner, const std::string& data, const RecoveryRow& row) {
   if (!row.replacement) return nullptr;
   bench_progress(row.side + ", " + counted(row.ranks, "rank") + ": goodput");
-  return run_job(runner, row, data, {.pairs = runner.options.rounds_or_default()}).at("goodput");
+  return run_job(runner, row, data, {.goodput_kills = 2 * runner.options.rounds_or_default()})
+      .at("goodput");
 }
 
 }  // namespace
