@@ -7,7 +7,6 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/log.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
@@ -22,15 +21,7 @@ namespace {
 /// Longer than any sensible run of one side of a round.
 constexpr auto kRunTimeout = std::chrono::minutes(10);
 
-/// What a run wrote; none: nothing, or not all of it.
-std::optional<BenchRow> result_in(const std::string& file) {
-  std::error_code ignored;
-  if (!std::filesystem::exists(file, ignored)) return std::nullopt;
-  auto result = BenchRow::parse(read_file(file), nullptr, /*allow_exceptions=*/false);
-  return result.is_discarded() ? std::nullopt : std::optional(std::move(result));
-}
-
-/// What processes have written. Throws when they failed, or wrote nothing.
+/// What processes have written. Throws when one has failed.
 BenchRow taken_result(const std::string& what, const std::vector<ProcessResult>& results,
                       const std::string& file) {
   // The first that failed by itself says more than those that were then ended.
@@ -39,9 +30,7 @@ BenchRow taken_result(const std::string& what, const std::vector<ProcessResult>&
     if (one.status != 0 && (!failed || failed->status == 128 + SIGTERM)) failed = &one;
   }
   if (failed) expect_success(what, *failed);
-  const auto result = result_in(file);
-  if (!result) throw Error(what + " wrote no result");
-  return *result;
+  return BenchRow::parse(read_file(file));
 }
 
 /// The environment of a rank: our launcher's variables and nobody else's. Rank -1: of no rank.
