@@ -37,8 +37,9 @@ class Job {
     /// Between a signal that the user sent, which is forwarded, and KILL. It is long enough to save
     /// a checkpoint. torchrun waits as long.
     std::chrono::milliseconds signal_grace{30'000};
-    /// A worker that ended because it lost a peer is followed by that peer's own end. That end is
-    /// the cause, and the peer should get to say so before it is told to stop.
+    /// A worker that ended because it lost a peer is followed by that peer's own end, here or on
+    /// another host. That end is the cause, and the peer should get to say so before it is told to
+    /// stop.
     std::chrono::milliseconds settle{1000};
     /// A second signal kills at once, unless it comes this soon.
     std::chrono::milliseconds same_signal = kSameSignal;

@@ -35,8 +35,6 @@ using Time = Clock::time_point;
 constexpr std::chrono::milliseconds kDrainLimit{1000};
 constexpr std::chrono::milliseconds kServedInterval{10};
 constexpr std::chrono::milliseconds kServeLimit{60'000};
-/// How long a worker that lost a peer may have lost it on another host.
-constexpr std::chrono::milliseconds kSettleAcrossHosts{1000};
 constexpr std::chrono::milliseconds kOrphanLimit{1000};
 /// How often to look whether a new process has come to join the others.
 constexpr std::chrono::milliseconds kExpectedInterval{5};
@@ -72,9 +70,8 @@ bool tells_of_a_lost_peer(const std::string& text) {
   return false;
 }
 
-Job::Options job_options(const LaunchPlan& plan, bool several_hosts) {
+Job::Options job_options(const LaunchPlan& plan) {
   Job::Options options;
-  if (several_hosts) options.settle = kSettleAcrossHosts;
   options.grace = plan.grace;
   options.signal_grace = plan.signal_grace;
   return options;
@@ -150,7 +147,7 @@ class Launcher {
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
         out_copies_(plan.out_copies),
         err_copies_(plan.err_copies),
-        job_(static_cast<int>(plan.workers.size()), job_options(plan, agent != nullptr)) {
+        job_(static_cast<int>(plan.workers.size()), job_options(plan)) {
     for (const auto& worker : plan.workers) {
       streams_.push_back(std::make_unique<WorkerStream>(worker.out, worker.rank, worker.prefix,
                                                         STDOUT_FILENO, out_, out_copies_));
