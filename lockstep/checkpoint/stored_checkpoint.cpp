@@ -351,8 +351,7 @@ void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
     *least += file->bytes;
     if (least - loads.begin() != part) continue;
     const std::string hash =
-        content_hash(checkpoint.folder / file->name, detail::algorithm_of(file->kind),
-                     ContentOptions::Packing::plain);
+        content_hash(checkpoint.folder / file->name, detail::algorithm_of(file->kind));
     if (hash == file->hash) continue;
     damaged(checkpoint.folder, file->name + " has the " + kHashNames[static_cast<int>(file->kind)] +
                                    " " + hash + " in place of " + file->hash);

@@ -1,4 +1,4 @@
-#include "lockstep/data/cifar.h"
+#include "lockstep/data/named_sets.h"
 
 #include <ATen/ops/empty.h>
 #include <spawn.h>
@@ -15,7 +15,6 @@
 #include "lockstep/base/words.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
-#include "lockstep/data/folder_lock.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -58,20 +57,14 @@ std::vector<fs::path> folders_of(const fs::path& data_dir) {
 }
 
 [[noreturn]] void throw_missing(const fs::path& data_dir) {
+  const auto folders = folders_of(data_dir);
+  const auto best = std::min_element(folders.begin(), folders.end(), [](auto& a, auto& b) {
+    return missing_in(a).size() < missing_in(b).size();
+  });
   std::error_code ignored;
-  std::string message = "cifar10 not found in " + fs::absolute(data_dir, ignored).string();
-  for (const fs::path& folder : folders_of(data_dir)) {
-    const auto missing = missing_in(folder);
-    if (missing.size() == all_files().size()) continue;
-    throw DataError(message + ": " + folder.string() + " lacks " + join(missing, ", "),
-                    "--download fetches the set anew");
-  }
-  message += ": looked there and in " + (data_dir / kFolder).string() +
-             " for data_batch_1.bin and " + "its five companions";
-  if (fs::is_directory(data_dir / "cifar-10-batches-py", ignored)) {
-    message += "; the folder cifar-10-batches-py holds the version for Python, which is another";
-  }
-  throw DataError(message,
+  throw DataError("cifar10 not found in " + fs::absolute(data_dir, ignored).string() +
+                      " as its binary version: " + best->string() + " lacks " +
+                      join(missing_in(*best), ", "),
                   "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder");
 }
 
@@ -149,18 +142,11 @@ void unpack(const fs::path& archive, const fs::path& folder) {
 }
 
 void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10Source& source) {
-  const std::string& wanted = source.archive_md5;
   const fs::path archive = folder.parent_path() / kArchive;
-  const auto verify = [&](const fs::path& path) {
-    const std::string found =
-        content_hash(path, Hasher::Algorithm::md5, ContentOptions::Packing::plain);
-    if (found == wanted) return;
-    throw DataError(path.string() + ": the MD5 of the file is " + found + "; expected " + wanted);
-  };
   std::error_code ignored;
   if (!fs::exists(archive, ignored)) {
     const auto base = mirrors(options.mirror, kMirrorVariable, {source.mirror}).front();
-    download({base + kArchive}, archive, verify, options.transfer, kMirrorVariable);
+    download({base + kArchive}, archive, source.archive_md5, options.transfer, kMirrorVariable);
   }
   unpack(archive, folder);
 }

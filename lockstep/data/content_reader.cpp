@@ -233,9 +233,8 @@ void ContentReader::expect_end() {
   }
 }
 
-std::string content_hash(const std::filesystem::path& path, Hasher::Algorithm algorithm,
-                         ContentOptions::Packing packing) {
-  ContentReader file(path, {.packing = packing});
+std::string content_hash(const fs::path& path, Hasher::Algorithm algorithm) {
+  ContentReader file(path, {.packing = ContentOptions::Packing::plain});
   Hasher hasher(algorithm);
   std::vector<char> buffer(1 << 20);
   while (const size_t n = file.read_some(buffer.data(), buffer.size())) {

@@ -77,8 +77,7 @@ class ContentReader {
   uint32_t crc32_ = 0;
 };
 
-/// The hash of a file's content, read in pieces: it may be larger than the memory that is free.
-std::string content_hash(const std::filesystem::path& path, Hasher::Algorithm algorithm,
-                         ContentOptions::Packing packing);
+/// The hash of a file's bytes, read in pieces: it may be larger than the memory that is free.
+std::string content_hash(const std::filesystem::path& path, Hasher::Algorithm algorithm);
 
 }  // namespace lockstep

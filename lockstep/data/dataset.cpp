@@ -7,12 +7,9 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "lockstep/data/cifar.h"
 #include "lockstep/data/digits.h"
 #include "lockstep/data/image_folder.h"
-#include "lockstep/data/mnist.h"
-#include "lockstep/data/tensor_files.h"
-#include "lockstep/data/text.h"
+#include "lockstep/data/named_sets.h"
 
 namespace lockstep {
 namespace {
@@ -138,7 +135,8 @@ std::optional<std::filesystem::path> dataset_folder(const std::string& name,
   if (name == "cifar10") return cifar10_folder(with_data_dir(options).data_dir);
   const MnistLike* source = mnist_like(name);
   if (!source) throw UsageError("data set '" + name + "' has no folder of files");
-  return mnist_folder(*source, with_data_dir(options).data_dir);
+  MnistFolder found = find_mnist(with_data_dir(options).data_dir, *source);
+  return found.complete() ? std::optional(std::move(found.folder)) : std::nullopt;
 }
 
 std::vector<std::string> dataset_names() {

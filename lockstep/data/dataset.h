@@ -18,8 +18,8 @@ namespace lockstep {
 struct DownloadOptions {
   /// Time to connect to the server. A live one answers within a round trip or two.
   std::chrono::seconds connect_timeout{20};
-  /// A transfer that receives no byte for this long is aborted. The next attempt resumes it.
-  std::chrono::milliseconds stall_timeout{30'000};
+  /// A transfer that receives no byte for this long is aborted.
+  std::chrono::seconds stall_timeout{30};
   /// Attempts at each address. Only failures that may pass are tried again: a lost connection, a
   /// time-out, HTTP 408, 429 and 5xx.
   int attempts = 5;

@@ -2,10 +2,10 @@
 
 #include <curl/curl.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <mutex>
@@ -15,9 +15,9 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/hash.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/download_progress.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -25,53 +25,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// The file that grows beside the target.
-class PartFile {
- public:
-  explicit PartFile(const fs::path& target) : path_(target.string() + ".part") {
-    fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-    if (!fd_) {
-      throw SystemError("cannot write " + path_.string(), errno,
-                        "check that the folder exists and that you may write there");
-    }
-  }
-
-  uint64_t size() const {
-    struct stat status {};
-    if (::fstat(fd_.get(), &status) != 0) {
-      throw SystemError("cannot read " + path_.string(), errno);
-    }
-    return static_cast<uint64_t>(status.st_size);
-  }
-
-  void clear() {
-    if (::ftruncate(fd_.get(), 0) != 0) throw SystemError("cannot write " + path_.string(), errno);
-  }
-
-  void append(const void* data, size_t size) { write_all(fd_.get(), data, size, path_); }
-
-  /// Flushes the file and gives it its final name.
-  void publish(const fs::path& target) {
-    fsync_path(path_);
-    if (::rename(path_.c_str(), target.c_str()) != 0) {
-      throw SystemError("cannot rename " + path_.string() + " to " + target.string(), errno);
-    }
-    fsync_path(target.has_parent_path() ? target.parent_path() : ".");
-  }
-
-  const fs::path& path() const { return path_; }
-
- private:
-  fs::path path_;
-  UniqueFd fd_;
-};
-
-/// How one request ended.
-struct Outcome {
-  bool complete = false;
-  bool may_pass = false;       ///< Worth another try at the same address.
-  bool cannot_resume = false;  ///< The server does not give the rest of the part that is there.
-  std::string problem;
+/// Why an address did not deliver.
+struct Problem {
+  std::string text;
+  bool may_pass = false;  ///< Worth another try at the same address.
 };
 
 bool may_pass(CURLcode code, long status) {
@@ -93,30 +50,46 @@ bool may_pass(CURLcode code, long status) {
   }
 }
 
-/// One address and the part that is filled from it.
+void write_to_terminal(const std::string& text) {
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text.data(), text.size());
+}
+
+/// One try at one address.
 class Transfer {
  public:
-  Transfer(std::string url, PartFile& part, const DownloadOptions& options)
-      : url_(std::move(url)), part_(part), options_(options) {}
+  Transfer(std::string url, const fs::path& target, const DownloadOptions& options)
+      : url_(std::move(url)), name_(target.filename().string()), file_(target), options_(options) {}
 
-  Outcome run() {
+  /// None: the file is in its place.
+  std::optional<Problem> run(const std::string& md5) {
     static std::once_flag once;
     std::call_once(once, [] { ::curl_global_init(CURL_GLOBAL_DEFAULT); });
     const std::unique_ptr<CURL, decltype(&::curl_easy_cleanup)> handle(::curl_easy_init(),
                                                                        &::curl_easy_cleanup);
     if (!handle) throw Error("libcurl cannot start a transfer");
-    const uint64_t have = part_.size();
-    progress_.emplace(fs::path(part_.path()).stem().string(), have);
-    configure(handle.get(), have);
+    configure(handle.get());
     const CURLcode code = ::curl_easy_perform(handle.get());
+    if (shown_ >= 0) write_to_terminal("\r\x1b[K");
     if (write_error_) std::rethrow_exception(write_error_);
-    long status = 0;
-    ::curl_easy_getinfo(handle.get(), CURLINFO_RESPONSE_CODE, &status);
-    return outcome_of(code, status, have);
+    if (code != CURLE_OK) {
+      long status = 0;
+      ::curl_easy_getinfo(handle.get(), CURLINFO_RESPONSE_CODE, &status);
+      return Problem{error_text_[0] ? error_text_.data() : ::curl_easy_strerror(code),
+                     may_pass(code, status)};
+    }
+    const std::string found = hasher_.finish();
+    if (found != md5) return Problem{"the MD5 of the file is " + found + "; expected " + md5};
+    file_.commit();
+    curl_off_t bytes = 0, microseconds = 0;
+    ::curl_easy_getinfo(handle.get(), CURLINFO_SIZE_DOWNLOAD_T, &bytes);
+    ::curl_easy_getinfo(handle.get(), CURLINFO_TOTAL_TIME_T, &microseconds);
+    log_info("downloaded " + url_ + " (" + human_bytes(static_cast<uint64_t>(bytes)) + " in " +
+             human_seconds(static_cast<double>(microseconds) / 1e6) + ")");
+    return std::nullopt;
   }
 
  private:
-  void configure(CURL* handle, uint64_t have) {
+  void configure(CURL* handle) {
     const bool secure = to_lower(url_).starts_with("https:");
     ::curl_easy_setopt(handle, CURLOPT_URL, url_.c_str());
     ::curl_easy_setopt(handle, CURLOPT_PROTOCOLS_STR, "http,https");
@@ -129,11 +102,14 @@ class Transfer {
     ::curl_easy_setopt(handle, CURLOPT_ERRORBUFFER, error_text_.data());
     ::curl_easy_setopt(handle, CURLOPT_CONNECTTIMEOUT,
                        static_cast<long>(options_.connect_timeout.count()));
-    ::curl_easy_setopt(handle, CURLOPT_RESUME_FROM_LARGE, static_cast<curl_off_t>(have));
+    ::curl_easy_setopt(handle, CURLOPT_LOW_SPEED_LIMIT, 1L);
+    ::curl_easy_setopt(handle, CURLOPT_LOW_SPEED_TIME,
+                       static_cast<long>(options_.stall_timeout.count()));
     const std::string ca_file = certificates();
     if (!ca_file.empty()) ::curl_easy_setopt(handle, CURLOPT_CAINFO, ca_file.c_str());
     ::curl_easy_setopt(handle, CURLOPT_WRITEDATA, this);
     ::curl_easy_setopt(handle, CURLOPT_WRITEFUNCTION, &Transfer::on_data);
+    if (::isatty(STDERR_FILENO) != 1 || log_level() > LogLevel::info) return;
     ::curl_easy_setopt(handle, CURLOPT_NOPROGRESS, 0L);
     ::curl_easy_setopt(handle, CURLOPT_XFERINFODATA, this);
     ::curl_easy_setopt(handle, CURLOPT_XFERINFOFUNCTION, &Transfer::on_progress);
@@ -148,7 +124,8 @@ class Transfer {
   static size_t on_data(char* data, size_t size, size_t count, void* self) {
     auto* transfer = static_cast<Transfer*>(self);
     try {
-      transfer->part_.append(data, size * count);
+      transfer->file_.write(data, size * count);
+      transfer->hasher_.update(data, size * count);
       return size * count;
     } catch (...) {  // C code is between here and run(), which rethrows it
       transfer->write_error_ = std::current_exception();
@@ -156,69 +133,38 @@ class Transfer {
     }
   }
 
-  /// libcurl calls this at least about once a second; anything but 0 ends the transfer. (Its own
-  /// limit of the speed takes the mean of some seconds, which a stall comes through late.)
   static int on_progress(void* self, curl_off_t total, curl_off_t now, curl_off_t, curl_off_t) {
     auto* transfer = static_cast<Transfer*>(self);
-    if (now != transfer->last_now_) {
-      transfer->last_now_ = now;
-      transfer->last_change_ = Clock::now();
-    }
-    transfer->progress_->update(static_cast<uint64_t>(now), static_cast<uint64_t>(total));
-    transfer->stalled_ = Clock::now() - transfer->last_change_ >= transfer->stall_limit();
-    return transfer->stalled_ ? 1 : 0;
-  }
-
-  /// Until the first byte there is the connecting too.
-  Clock::duration stall_limit() const {
-    if (last_now_ > 0) return options_.stall_timeout;
-    return options_.stall_timeout + options_.connect_timeout;
-  }
-
-  Outcome outcome_of(CURLcode code, long status, uint64_t have) {
-    if (code == CURLE_OK) {
-      progress_->done(url_);
-      return {.complete = true, .problem = {}};
-    }
-    constexpr long kRangeNotSatisfiable = 416;
-    const bool cannot_resume =
-        have > 0 && (code == CURLE_RANGE_ERROR || status == kRangeNotSatisfiable);
-    if (stalled_) {
-      const std::chrono::duration<double> limit = stall_limit();
-      return {.may_pass = true, .problem = "no byte came for " + human_seconds(limit.count())};
-    }
-    std::string problem = error_text_[0] ? error_text_.data() : ::curl_easy_strerror(code);
-    return {.may_pass = may_pass(code, status), .cannot_resume = cannot_resume, .problem = problem};
+    const curl_off_t percent = total > 0 ? 100 * now / total : transfer->shown_;
+    if (percent == transfer->shown_) return 0;
+    transfer->shown_ = percent;
+    write_to_terminal("\r" + transfer->name_ + " " + std::to_string(percent) + "% of " +
+                      human_bytes(static_cast<uint64_t>(total)) + "\x1b[K");
+    return 0;
   }
 
   std::string url_;
-  PartFile& part_;
+  std::string name_;
+  AtomicFile file_;
   const DownloadOptions& options_;
+  Hasher hasher_{Hasher::Algorithm::md5};
   std::array<char, CURL_ERROR_SIZE> error_text_{};
   std::exception_ptr write_error_;
-  curl_off_t last_now_ = 0;
-  Clock::time_point last_change_ = Clock::now();
-  bool stalled_ = false;
-  std::optional<DownloadProgress> progress_;
+  curl_off_t shown_ = -1;  ///< Percent on the terminal.
 };
 
-/// Tries one address until it delivers or its failure cannot pass; none when the part is complete,
-/// else what went wrong.
-std::optional<std::string> fetch(const std::string& url, PartFile& part,
-                                 const DownloadOptions& options) {
+/// Tries one address until it delivers or its failure cannot pass. Gives what went wrong.
+std::optional<std::string> fetch(const std::string& url, const fs::path& target,
+                                 const std::string& md5, const DownloadOptions& options) {
   auto pause = options.first_pause;
   for (int attempt = 1;; ++attempt) {
-    Outcome outcome = Transfer(url, part, options).run();
-    if (outcome.cannot_resume) {
-      part.clear();
-      outcome = Transfer(url, part, options).run();
-    }
-    if (outcome.complete) return std::nullopt;
-    if (!outcome.may_pass || attempt >= options.attempts) {
-      return url + ": " + outcome.problem +
+    const auto problem = Transfer(url, target, options).run(md5);
+    if (!problem) return std::nullopt;
+    if (!problem->may_pass || attempt >= options.attempts) {
+      return url + ": " + problem->text +
              (attempt > 1 ? " (" + std::to_string(attempt) + " tries)" : "");
     }
-    log_warning("download of " + url + " failed (" + outcome.problem + "); try " +
+    log_warning("download of " + url + " failed (" + problem->text + "); try " +
                 std::to_string(attempt + 1) + " of " + std::to_string(options.attempts) + " in " +
                 human_seconds(std::chrono::duration<double>(pause).count()));
     std::this_thread::sleep_for(pause);
@@ -226,23 +172,32 @@ std::optional<std::string> fetch(const std::string& url, PartFile& part,
   }
 }
 
-/// Fetches from one address and verifies. A part that was there before and makes the whole wrong is
-/// dropped and everything fetched once more.
-std::optional<std::string> fetch_verified(const std::string& url, PartFile& part,
-                                          const VerifyFile& verify,
-                                          const DownloadOptions& options) {
-  bool resumed = part.size() > 0;
-  while (true) {
-    if (auto problem = fetch(url, part, options)) return problem;
-    try {
-      verify(part.path());
-      return std::nullopt;
-    } catch (const DataError& error) {
-      part.clear();
-      if (!resumed) return url + ": " + error.what();
-      resumed = false;
-    }
+/// True when the open file still is the one under that name: an owner that is done removes it.
+bool is_current(int fd, const fs::path& path) {
+  struct stat opened {};
+  struct stat named {};
+  return ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
+         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+}
+
+/// The file's lock; nothing while another process has it.
+UniqueFd try_lock(const fs::path& path) {
+  UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
+  if (!fd) {
+    throw SystemError("cannot make " + path.string(), errno,
+                      "the folder must be writable to download into it");
   }
+  if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EWOULDBLOCK || errno == EINTR) return {};
+    throw SystemError("cannot lock " + path.string(), errno);
+  }
+  return is_current(fd.get(), path) ? std::move(fd) : UniqueFd();
+}
+
+void make_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error) throw SystemError("cannot make the folder " + folder.string(), error.value());
 }
 
 }  // namespace
@@ -255,25 +210,42 @@ std::vector<std::string> mirrors(std::string chosen, const std::string& variable
   return {chosen};
 }
 
-void download(const std::vector<std::string>& urls, const fs::path& target,
-              const VerifyFile& verify, const DownloadOptions& options,
-              const std::string& mirror_variable) {
-  PartFile part(target);
+void download(const std::vector<std::string>& urls, const fs::path& target, const std::string& md5,
+              const DownloadOptions& options, const std::string& mirror_variable) {
   std::vector<std::string> problems;
   for (const std::string& url : urls) {
-    const auto problem = fetch_verified(url, part, verify, options);
-    if (!problem) {
-      part.publish(target);
-      return;
-    }
+    const auto problem = fetch(url, target, md5, options);
+    if (!problem) return;
     problems.push_back(*problem);
   }
-  if (part.size() == 0) fs::remove(part.path());
   throw DataError("cannot download " + target.string() + ":\n  " + join(problems, "\n  "),
-                  "try again (what has arrived is kept), " +
-                      (mirror_variable.empty() ? "name another mirror"
-                                               : "set " + mirror_variable + " to a mirror's URL") +
-                      ", or get the file by other means and put it there");
+                  "try again, set " + mirror_variable +
+                      " to a mirror's URL, or get the file by other means and put it there");
+}
+
+void fill_folder(const fs::path& folder, const std::function<bool()>& filled,
+                 const std::function<void()>& fill, std::chrono::milliseconds timeout) {
+  const fs::path path = folder / ".lockstep.lock";
+  const bool first = env_int("LOCAL_RANK", 0).value_or(0) == 0;
+  const std::chrono::seconds head_start(first ? 0 : 10);  // The first rank shows the progress.
+  const auto start = Clock::now();
+  while (!filled()) {
+    const auto waited = Clock::now() - start;
+    if (waited >= head_start) {
+      make_folder(folder);
+      if (const UniqueFd lock = try_lock(path)) {
+        const std::shared_ptr<void> removal(nullptr, [&](void*) { ::unlink(path.c_str()); });
+        if (!filled()) fill();
+        return;
+      }
+    }
+    if (waited >= timeout) {
+      throw TimeoutError(
+          "waited " + seconds_text(timeout) + " for another process to fill " + folder.string(),
+          "find the process that holds " + path.string() + " (fuser names it)");
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
 }
 
 }  // namespace lockstep

@@ -4,7 +4,9 @@
 #include <openssl/evp.h>
 #include <openssl/pem.h>
 #include <openssl/x509v3.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <future>
 #include <mutex>
@@ -12,8 +14,8 @@
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
-#include "lockstep/data/download_progress.h"
-#include "lockstep/data/mnist.h"
+#include "lockstep/data/named_sets.h"
+#include "tests/support/other_process.h"
 #include "tests/support/test_files.h"
 #include "tests/support/test_wait.h"
 
@@ -74,16 +76,6 @@ class LocalServer {
   std::thread thread_;
 };
 
-/// Sends the file up to `cut` and breaks the connection there. httplib itself serves ranges.
-void send_until(httplib::Response& response, const std::string& content, size_t cut) {
-  response.set_content_provider(
-      content.size(), "application/octet-stream",
-      [content, cut](size_t offset, size_t length, httplib::DataSink& sink) {
-        if (offset >= cut) return false;
-        return sink.write(content.data() + offset, std::min(length, cut - offset));
-      });
-}
-
 class Download : public testing::Test {
  protected:
   Download() {
@@ -92,20 +84,13 @@ class Download : public testing::Test {
     options_.first_pause = 1ms;
   }
 
-  void expect_content(const fs::path& path) const {
-    if (md5_hex(read_file(path)) != md5_hex(content_)) {
-      throw DataError("the checksum of " + path.string() + " is another");
-    }
-  }
   void fetch(const std::vector<std::string>& urls) {
-    download(
-        urls, target(), [this](const fs::path& path) { expect_content(path); }, options_);
+    download(urls, target(), md5_hex(content_), options_, "MIRROR");
   }
   std::string failure_of(const std::vector<std::string>& urls) {
     return complaint<DataError>([&] { fetch(urls); });
   }
   fs::path target() const { return folder_.path() / "x.gz"; }
-  fs::path part() const { return folder_.path() / "x.gz.part"; }
   std::vector<std::string> entries() const {
     std::vector<std::string> names;
     for (const auto& entry : fs::directory_iterator(folder_.path())) {
@@ -130,63 +115,21 @@ TEST_F(Download, PutsTheFileInPlaceAndNothingElse) {
   EXPECT_THAT(entries(), ElementsAre("x.gz"));
 }
 
-TEST_F(Download, ResumesWhereTheConnectionBroke) {
+TEST_F(Download, TriesAgainWhereTheConnectionBroke) {
   int calls = 0;
   server_.handlers().Get("/x", [&](const auto&, auto& response) {
-    ++calls;
-    send_until(response, content_, calls == 1 ? 100'000 : calls == 2 ? 200'000 : content_.size());
+    const size_t cut = ++calls == 1 ? 100'000 : content_.size();
+    response.set_content_provider(
+        content_.size(), "application/octet-stream",
+        [this, cut](size_t offset, size_t length, httplib::DataSink& sink) {
+          if (offset >= cut) return false;
+          return sink.write(content_.data() + offset, std::min(length, cut - offset));
+        });
   });
   server_.start();
   fetch({server_.url("/x")});
   EXPECT_EQ(read_file(target()), content_);
-  EXPECT_THAT(server_.requests(), ElementsAre("/x ", "/x bytes=100000-", "/x bytes=200000-"));
-}
-
-TEST_F(Download, ResumesWhatAnEarlierProcessLeft) {
-  test_files::write(part(), std::string_view(content_).substr(0, 123'456));
-  server_.handlers().Get(
-      "/x", [&](const auto&, auto& response) { send_until(response, content_, content_.size()); });
-  server_.start();
-  fetch({server_.url("/x")});
-  EXPECT_EQ(read_file(target()), content_);
-  EXPECT_THAT(server_.requests(), ElementsAre("/x bytes=123456-"));
-}
-
-TEST_F(Download, StartsAgainWhenTheServerCannotResume) {
-  test_files::write(part(), std::string_view(content_).substr(0, 1000));
-  server_.handlers().Get("/x", [&](const httplib::Request& request, auto& response) {
-    const_cast<httplib::Request&>(request).ranges.clear();  // answers 200 with the whole
-    response.set_content(content_, "application/octet-stream");
-  });
-  server_.start();
-  fetch({server_.url("/x")});
-  EXPECT_EQ(read_file(target()), content_);
-  EXPECT_THAT(server_.requests(), ElementsAre("/x bytes=1000-", "/x "));
-}
-
-TEST_F(Download, StartsAgainWhenThePartIsLongerThanTheFile) {
-  test_files::write(part(), content_ + "more");
-  server_.handlers().Get("/x", [&](const httplib::Request& request, auto& response) {
-    if (request.has_header("Range")) {
-      const_cast<httplib::Request&>(request).ranges.clear();
-      response.status = 416;
-    } else {
-      response.set_content(content_, "application/octet-stream");
-    }
-  });
-  server_.start();
-  fetch({server_.url("/x")});
-  EXPECT_EQ(read_file(target()), content_);
-}
-
-TEST_F(Download, DropsAnOldPartThatMakesTheWholeWrong) {
-  test_files::write(part(), std::string(5000, '?'));
-  server_.handlers().Get(
-      "/x", [&](const auto&, auto& response) { send_until(response, content_, content_.size()); });
-  server_.start();
-  fetch({server_.url("/x")});
-  EXPECT_EQ(read_file(target()), content_);
-  EXPECT_THAT(server_.requests(), ElementsAre("/x bytes=5000-", "/x "));
+  EXPECT_EQ(calls, 2);
 }
 
 TEST_F(Download, TriesAgainAfterServerErrors) {
@@ -234,8 +177,9 @@ TEST_F(Download, WrongContentIsRefusedAndNotKept) {
     response.set_content("another file", "application/octet-stream");
   });
   server_.start();
-  EXPECT_THAT(failure_of({server_.url("/x"), server_.url("/absent")}),
-              AllOf(HasSubstr("the checksum of"), HasSubstr("404"), HasSubstr("/absent")));
+  EXPECT_THAT(
+      failure_of({server_.url("/x"), server_.url("/absent")}),
+      AllOf(HasSubstr("expected " + md5_hex(content_)), HasSubstr("404"), HasSubstr("/absent")));
   EXPECT_THAT(entries(), IsEmpty());
 }
 
@@ -253,8 +197,8 @@ TEST_F(Download, StalledTransferTimesOut) {
                                   });
   });
   server_.start();
-  EXPECT_THAT(failure_of({server_.url("/x")}), HasSubstr("no byte came for 1.0s"));
-  EXPECT_THAT(entries(), ElementsAre("x.gz.part")) << "what has arrived is kept";
+  EXPECT_THAT(failure_of({server_.url("/x")}), HasSubstr("too slow"));
+  EXPECT_THAT(entries(), IsEmpty());
   over.set_value();
 }
 
@@ -273,10 +217,8 @@ TEST_F(Download, NobodyListens) {
 TEST_F(Download, UnwritableTargetIsNamed) {
   server_.start();
   const fs::path nowhere = folder_.path() / "nowhere" / "x";
-  EXPECT_THAT(complaint<SystemError>([&] {
-                download(
-                    {server_.url("/x")}, nowhere, [](const fs::path&) {}, options_);
-              }),
+  EXPECT_THAT(complaint<SystemError>(
+                  [&] { download({server_.url("/x")}, nowhere, "", options_, "MIRROR"); }),
               HasSubstr("cannot write " + nowhere.string()));
 }
 
@@ -328,14 +270,6 @@ TEST_F(Download, HttpsNeedsATrustedCertificate) {
   EXPECT_EQ(read_file(target()), content_);
 }
 
-TEST(DownloadProgress, BarShowsShareAmountAndSpeed) {
-  EXPECT_EQ(DownloadProgress::bar("x.gz", 4'500'000, 9'000'000, 1'200'000),
-            "x.gz  50% [============            ] 4.5 MB of 9.0 MB, 1.2 MB/s");
-  EXPECT_EQ(DownloadProgress::bar("x.gz", 9, 9, 10),
-            "x.gz 100% [========================] 9 B of 9 B, 10 B/s");
-  EXPECT_EQ(DownloadProgress::bar("x.gz", 500, 0, 10), "x.gz 500 B, 10 B/s");
-}
-
 /// A set of small files with right checksums, served by a local server.
 class MnistDownload : public testing::Test {
  protected:
@@ -346,11 +280,11 @@ class MnistDownload : public testing::Test {
     source_.mirrors = {server_.url("/base/")};
     size_t i = 0;
     for (const auto& [name, content] : SmallFiles().named()) {
-      source_.files[i++] = {name, md5_hex(content), ""};
-      server_.handlers().Get(
-          "/base/" + name + ".gz", [content = content](const auto&, auto& response) {
-            response.set_content(test_files::deflated(content), "application/gzip");
-          });
+      const std::string packed = test_files::deflated(content);
+      source_.files[i++] = {name, md5_hex(packed)};
+      server_.handlers().Get("/base/" + name + ".gz", [packed](const auto&, auto& response) {
+        response.set_content(packed, "application/gzip");
+      });
     }
     options_.data_dir = folder_.path() / "data";
     options_.download = true;
@@ -390,12 +324,12 @@ TEST_F(MnistDownload, OneOfSeveralRanksDownloads) {
 }
 
 TEST_F(MnistDownload, WrongChecksumNamesBoth) {
-  source_.files[1].content_md5 = std::string(32, '0');
+  source_.files[1].gzip_md5 = std::string(32, '0');
   server_.start();
   const std::string text = complaint<DataError>([&] { load_mnist(source_, options_); });
   EXPECT_THAT(text, AllOf(HasSubstr("train-labels-idx1-ubyte.gz"),
-                          HasSubstr("the MD5 of the decompressed content is " +
-                                    md5_hex(SmallFiles().train_labels)),
+                          HasSubstr("the MD5 of the file is " +
+                                    md5_hex(test_files::deflated(SmallFiles().train_labels))),
                           HasSubstr("expected " + std::string(32, '0'))));
 }
 
@@ -412,14 +346,10 @@ TEST_F(MnistDownload, MirrorsOfTheUser) {
   EXPECT_EQ(server_.requests().size(), 8u);
 }
 
-TEST_F(MnistDownload, AFailureNamesTheVariableAndLeavesNoEmptyFolder) {
+TEST_F(MnistDownload, AFailureNamesTheVariable) {
   options_.mirror = "http://127.0.0.1:1/";
   EXPECT_THAT(complaint<DataError>([&] { load_mnist(source_, options_); }),
               HasSubstr("LOCKSTEP_MNIST_URL"));
-  EXPECT_FALSE(fs::exists(options_.data_dir));
-  fs::create_directories(options_.data_dir);
-  EXPECT_THROW(load_mnist(source_, options_), DataError);
-  EXPECT_TRUE(fs::is_empty(options_.data_dir)) << "the user made it";
 }
 
 TEST_F(MnistDownload, FolderThatCannotBeMade) {
@@ -427,6 +357,80 @@ TEST_F(MnistDownload, FolderThatCannotBeMade) {
   server_.start();
   EXPECT_THAT(complaint<SystemError>([&] { load_mnist(source_, options_); }),
               HasSubstr((options_.data_dir / "mnist").string()));
+}
+
+bool never() {
+  return false;
+}
+
+TEST(FillFolder, OneAtATimeAndTheFileGoes) {
+  const TemporaryDirectory folder;
+  std::atomic<int> inside{0};
+  std::atomic<int> turns{0};
+  const auto fill = [&] {
+    EXPECT_EQ(++inside, 1);
+    std::this_thread::yield();
+    --inside;
+    ++turns;
+  };
+  const auto work = [&] {
+    for (int i = 0; i < 20; ++i) fill_folder(folder.path(), never, fill, 60s);
+  };
+  {
+    const std::jthread a(work);
+    const std::jthread b(work);
+    const std::jthread c(work);
+  }
+  EXPECT_EQ(turns, 60);
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(FillFolder, OthersWaitAndTheTimeOutNamesTheFolder) {
+  const TemporaryDirectory folder;
+  std::atomic<bool> filled{false};
+  std::jthread waiter;
+  const auto fill = [&] {
+    try {
+      fill_folder(
+          folder.path(), never, [] { FAIL(); }, 100ms);
+      FAIL() << "no time-out";
+    } catch (const TimeoutError& error) {
+      EXPECT_THAT(error.what(), HasSubstr(folder.path().string()));
+    }
+    waiter = std::jthread([&] {
+      fill_folder(
+          folder.path(), [&] { return filled.load(); }, [] { FAIL(); }, 60s);
+    });
+    filled = true;
+  };
+  fill_folder(
+      folder.path(), [&] { return filled.load(); }, fill, 60s);
+}
+
+TEST(FillFolder, DeadOwnersLeaveNoLock) {
+  const TemporaryDirectory folder;
+  test_process::OtherProcess other([&](const auto& ready) {
+    fill_folder(
+        folder.path(), never,
+        [&] {
+          ready();
+          ::pause();
+        },
+        60s);
+  });
+  other.kill();
+  EXPECT_FALSE(fs::is_empty(folder.path())) << "the dead process's file is there";
+  int fills = 0;
+  fill_folder(
+      folder.path(), never, [&] { ++fills; }, 60s);
+  EXPECT_EQ(fills, 1);
+  EXPECT_TRUE(fs::is_empty(folder.path()));
+}
+
+TEST(FillFolder, UnwritableFolder) {
+  EXPECT_THROW(fill_folder(
+                   "/proc/self", never, [] {}, 60s),
+               SystemError);
 }
 
 }  // namespace download_test

@@ -78,7 +78,6 @@ const std::string kNpyHeader = "{'descr': '<f4', 'fortran_order': True, 'shape':
 
 TEST_F(Fuzz, Idx) {
   run(test_files::idx(8, {5, 4, 3}, std::string(60, 'x')), load_idx_file);
-  run(test_files::idx(0x0D, {5, 3}, std::string(60, 'x')), load_idx_file);
 }
 
 TEST_F(Fuzz, IdxGzip) {

@@ -3,9 +3,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <array>
-#include <bit>
 #include <cstdint>
-#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -17,64 +15,23 @@ namespace {
 
 constexpr int kMostDimensions = 8;  // more than any data set has; PyTorch itself takes 64
 
-at::ScalarType dtype_of(const ContentReader& file, const std::array<unsigned char, 4>& magic) {
-  if (magic[0] == 0 && magic[1] == 0) {
-    switch (magic[2]) {
-      case 0x08:
-        return at::kByte;
-      case 0x09:
-        return at::kChar;
-      case 0x0B:
-        return at::kShort;
-      case 0x0C:
-        return at::kInt;
-      case 0x0D:
-        return at::kFloat;
-      case 0x0E:
-        return at::kDouble;
-      default:
-        break;
-    }
+std::vector<uint64_t> read_shape(ContentReader& file) {
+  std::array<unsigned char, 4> four;
+  file.read_exact(four.data(), four.size(), "an IDX header");
+  if (four[0] != 0 || four[1] != 0 || four[2] != 8 || four[3] < 1 || four[3] > kMostDimensions) {
+    file.fail(0, "no IDX file of bytes; expected 00 00 08 and 1 to 8 dimensions",
+              "images start with 00 00 08 03 and labels with 00 00 08 01");
   }
-  char found[16];
-  std::snprintf(found, sizeof found, "%02x %02x %02x %02x", magic[0], magic[1], magic[2], magic[3]);
-  file.fail(
-      0,
-      std::string("no IDX file: it starts with ") + found +
-          "; expected 00 00, a type of 08, 09, 0b, 0c, 0d or 0e, and the number of dimensions",
-      "images start with 00 00 08 03 and labels with 00 00 08 01");
-}
-
-std::vector<uint64_t> read_shape(ContentReader& file, int dimensions) {
-  std::vector<uint64_t> shape;
-  for (int i = 0; i < dimensions; ++i) {
-    std::array<unsigned char, 4> size;
-    file.read_exact(size.data(), size.size(), "the header's sizes");
-    shape.push_back(uint32_t{size[0]} << 24 | uint32_t{size[1]} << 16 | uint32_t{size[2]} << 8 |
-                    uint32_t{size[3]});
+  std::vector<uint64_t> shape(four[3]);
+  for (uint64_t& size : shape) {
+    file.read_exact(four.data(), four.size(), "the header's sizes");
+    for (const unsigned char byte : four) size = size << 8 | byte;
   }
   return shape;
 }
 
-struct Header {
-  at::ScalarType dtype;
-  std::vector<uint64_t> shape;
-};
-
-Header read_header(ContentReader& file) {
-  std::array<unsigned char, 4> magic;
-  file.read_exact(magic.data(), magic.size(), "an IDX header");
-  const at::ScalarType dtype = dtype_of(file, magic);
-  if (magic[3] < 1 || magic[3] > kMostDimensions) {
-    file.fail(3, std::to_string(magic[3]) + " dimensions; expected 1 to " +
-                     std::to_string(kMostDimensions));
-  }
-  return {dtype, read_shape(file, magic[3])};
-}
-
-at::Tensor read_elements(ContentReader& file, const Header& header) {
-  at::Tensor tensor =
-      read_tensor(file, header.dtype, header.shape, std::endian::big, "the elements");
+at::Tensor read_elements(ContentReader& file, const std::vector<uint64_t>& shape) {
+  at::Tensor tensor = read_tensor(file, at::kByte, shape, std::endian::big, "the elements");
   file.expect_end();
   return tensor;
 }
@@ -83,22 +40,18 @@ at::Tensor read_elements(ContentReader& file, const Header& header) {
 
 at::Tensor load_idx(const std::filesystem::path& path) {
   ContentReader file(path);
-  const Header header = read_header(file);
-  return read_elements(file, header);
+  const auto shape = read_shape(file);
+  return read_elements(file, shape);
 }
 
 at::Tensor load_idx(const std::filesystem::path& path, std::span<const std::byte> content) {
   ContentReader file(path, content);
-  const Header header = read_header(file);
+  const auto shape = read_shape(file);
   const std::span<const std::byte> rest = content.subspan(file.offset());
-  if (at::elementSize(header.dtype) != 1 ||
-      bytes_of_shape(header.dtype, header.shape) != rest.size()) {
-    return read_elements(file, header);
-  }
+  if (bytes_of_shape(at::kByte, shape) != rest.size()) return read_elements(file, shape);
   // TensorDataset's tensors are never written to.
   auto* elements = const_cast<std::byte*>(rest.data());
-  return at::from_blob(elements, std::vector<int64_t>(header.shape.begin(), header.shape.end()),
-                       at::TensorOptions().dtype(header.dtype));
+  return at::from_blob(elements, std::vector<int64_t>(shape.begin(), shape.end()), at::kByte);
 }
 
 }  // namespace lockstep

@@ -3,7 +3,6 @@
 #include <ATen/core/Formatting.h>
 #include <ATen/ops/tensor.h>
 
-#include <map>
 #include <span>
 
 #include "lockstep/base/file.h"
@@ -33,35 +32,13 @@ class Idx : public testing::Test {
     return text;
   }
   TemporaryDirectory folder_;
-  const std::map<uint8_t, size_t> sizes_{{0x08, 1}, {0x09, 1}, {0x0B, 2}, {0x0D, 4}, {0x0E, 8}};
 };
 
 TEST_F(Idx, AContentInMemoryGivesWhatTheFileGives) {
-  for (const uint8_t type : {0x08, 0x09, 0x0B, 0x0D, 0x0E}) {
-    const std::string content = idx(type, {2},
-                                    std::string("\x01\x02\x03\x04\x05\x06\x07\x08"
-                                                "\x11\x12\x13\x14\x15\x16\x17\x18",
-                                                16)
-                                        .substr(0, 2 * sizes_.at(type)));
-    const at::Tensor tensor = load_idx("name", std::as_bytes(std::span(content)));
-    EXPECT_TRUE(tensor.equal(load_idx(write(content)))) << tensor;
-    EXPECT_EQ(tensor.scalar_type(), load_idx(write(content)).scalar_type());
-  }
-}
-
-TEST_F(Idx, ReadsEachTypeInItsByteOrder) {
-  const auto expect = [&](uint8_t type, std::string_view bytes, const at::Tensor& wanted) {
-    const at::Tensor tensor = load_idx(write(idx(type, {2}, bytes)));
-    EXPECT_EQ(tensor.scalar_type(), wanted.scalar_type());
-    EXPECT_TRUE(tensor.equal(wanted)) << tensor;
-  };
-  using namespace std::string_view_literals;
-  expect(0x08, "\x01\xff"sv, at::tensor({1, 255}, at::kByte));
-  expect(0x09, "\x01\xff"sv, at::tensor({1, -1}, at::kChar));
-  expect(0x0B, "\x01\x02\xff\xfe"sv, at::tensor({258, -2}, at::kShort));
-  expect(0x0C, "\x00\x00\x01\x02\xff\xff\xff\xfe"sv, at::tensor({258, -2}, at::kInt));
-  expect(0x0D, "\x3f\x80\x00\x00\xc0\x00\x00\x00"sv, at::tensor({1.0f, -2.0f}));
-  expect(0x0E, "\x3f\xf0\0\0\0\0\0\0\xc0\0\0\0\0\0\0\0"sv, at::tensor({1.0, -2.0}, at::kDouble));
+  const std::string content = idx(8, {2}, "\x01\xff");
+  const at::Tensor tensor = load_idx("name", std::as_bytes(std::span(content)));
+  EXPECT_TRUE(tensor.equal(at::tensor({1, 255}, at::kByte)));
+  EXPECT_TRUE(tensor.equal(load_idx(write(content)))) << tensor;
 }
 
 TEST_F(Idx, PlainAndGzipAreTheSame) {
@@ -106,11 +83,10 @@ TEST_F(Idx, EmptyFile) {
 }
 
 TEST_F(Idx, ForeignFile) {
-  EXPECT_THAT(complaint_about("\x89PNG\r\n"),
-              AllOf(HasSubstr("byte 0: no IDX file: it starts with 89 50 4e 47; expected 00 00"),
-                    HasSubstr("00 00 08 03")));
-  EXPECT_THAT(complaint_about(idx(0x0A, {1}, "a")), HasSubstr("no IDX file"));
-  EXPECT_THAT(complaint_about(idx(8, {}, "a")), HasSubstr("byte 3: 0 dimensions; expected 1 to 8"));
+  for (const std::string& content :
+       {std::string("\x89PNG\r\n"), idx(0x0B, {1}, "ab"), idx(8, {}, "a")})
+    EXPECT_THAT(complaint_about(content),
+                AllOf(HasSubstr("byte 0: no IDX file of bytes"), HasSubstr("00 00 08 03")));
 }
 
 TEST_F(Idx, TruncatedHeader) {
@@ -190,7 +166,7 @@ TEST_F(Idx, TrailingBytes) {
 
 TEST_F(Idx, HeaderCannotAskForMoreMemoryThanTheFileHas) {
   for (const std::string& content :
-       {idx(8, {0xffffffff, 0xffffffff, 0xffffffff}, "a"), idx(0x0E, {0x7fffffff, 2}, "a"),
+       {idx(8, {0xffffffff, 0xffffffff, 0xffffffff}, "a"),
         deflated(idx(8, {0xffffffff, 0xffffffff}, "a")), deflated(idx(8, {1u << 30}, "a"))}) {
     EXPECT_THAT(complaint_about(content), HasSubstr("bytes follow: the file is truncated"));
   }

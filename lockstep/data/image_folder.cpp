@@ -17,8 +17,8 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/data/named_sets.h"
 #include "lockstep/data/rgb_image.h"
-#include "lockstep/data/tensor_files.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;

@@ -1,13 +1,11 @@
-#include "lockstep/data/mnist.h"
+#include "lockstep/data/named_sets.h"
 
 #include <algorithm>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
-#include "lockstep/data/folder_lock.h"
 #include "lockstep/data/idx.h"
 
 namespace lockstep {
@@ -19,46 +17,30 @@ constexpr int64_t kClasses = 10;
 
 [[noreturn]] void throw_missing(const fs::path& data_dir, const MnistLike& source,
                                 const MnistFolder& found) {
-  std::error_code ignored;
-  std::string message = source.name + " not found in " + fs::absolute(data_dir, ignored).string();
-  if (!fs::exists(data_dir, ignored)) {
-    message += ": there is no such folder";
-  } else if (!fs::is_directory(data_dir, ignored)) {
-    message += ": this is no folder";
-  } else if (found.count() == 0) {
-    message += ": looked there, in " + (data_dir / source.folders[0]).string() + " and in " +
-               (data_dir / source.folders[1]).string() + " for " + source.files[0].name +
-               "[.gz] and its three companions";
-  } else {
-    std::vector<std::string> missing;
-    for (size_t i = 0; i < found.paths.size(); ++i) {
-      if (found.paths[i].empty()) missing.push_back(source.files[i].name + "[.gz]");
-    }
-    message += ": " + found.folder.string() + " lacks " + join(missing, ", ");
+  std::vector<std::string> missing;
+  for (size_t i = 0; i < found.paths.size(); ++i) {
+    if (found.paths[i].empty()) missing.push_back(source.files[i].name + "[.gz]");
   }
-  throw DataError(message,
+  std::error_code ignored;
+  throw DataError(source.name + " not found in " + fs::absolute(data_dir, ignored).string() +
+                      " and its subfolders " + source.folders[0].string() + " and " +
+                      source.folders[1].string() + ": " + found.folder.string() + " lacks " +
+                      join(missing, ", "),
                   "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder, "
                   "and the data set 'digits' needs no files");
 }
 
 using Unpacked = std::map<fs::path, std::span<const std::byte>>;
 
-at::Tensor load(const fs::path& path, const Unpacked& unpacked) {
-  const auto found = unpacked.find(path);
-  if (found == unpacked.end()) return load_idx(path);
-  log_debug("taken as it was unpacked before: " + path.string());
-  return load_idx(path, found->second);
-}
-
 /// `what`: images or labels, of `dim` dimensions.
 at::Tensor load_bytes(const fs::path& path, const Unpacked& unpacked, const char* what,
                       int64_t dim) {
-  at::Tensor bytes = load(path, unpacked);
-  if (bytes.scalar_type() == at::kByte && bytes.dim() == dim) return bytes;
-  const auto wanted = std::to_string(dim);
-  throw DataError(path.string() + ", byte 2: holds " + std::to_string(bytes.dim()) +
-                      "-dimensional " + c10::toString(bytes.scalar_type()) + "; expected " + what +
-                      ", " + wanted + "-dimensional Byte (00 00 08 0" + wanted + ")",
+  const auto found = unpacked.find(path);
+  if (found != unpacked.end()) log_debug("taken as it was unpacked before: " + path.string());
+  const at::Tensor bytes = found == unpacked.end() ? load_idx(path) : load_idx(path, found->second);
+  if (bytes.dim() == dim) return bytes;
+  throw DataError(path.string() + ", byte 3: has " + std::to_string(bytes.dim()) +
+                      " dimensions; expected " + what + ", which have " + std::to_string(dim),
                   "are the files of images and labels exchanged?");
 }
 
@@ -85,10 +67,8 @@ at::Tensor load_labels(const fs::path& path, const Unpacked& unpacked) {
   return labels.to(at::kLong);
 }
 
-}  // namespace
-
-TensorDataset load_mnist_part(const std::string& name, const fs::path& images_path,
-                              const fs::path& labels_path, const Unpacked& unpacked) {
+TensorDataset load_part(const std::string& name, const fs::path& images_path,
+                        const fs::path& labels_path, const Unpacked& unpacked) {
   TensorDataset part;
   part.name = name;
   part.data = load_images(images_path, unpacked);
@@ -106,22 +86,6 @@ TensorDataset load_mnist_part(const std::string& name, const fs::path& images_pa
   return part;
 }
 
-namespace {
-
-/// Compares with the published checksum: of the content where it is known, so that another packing
-/// of the same content is as good, else of the gzip file.
-void verify(const fs::path& path, const MnistFile& expected) {
-  using Packing = ContentOptions::Packing;
-  const bool by_content = !expected.content_md5.empty();
-  const std::string& wanted = by_content ? expected.content_md5 : expected.gzip_md5;
-  const std::string found = content_hash(path, Hasher::Algorithm::md5,
-                                         by_content ? Packing::detect_gzip : Packing::plain);
-  if (found == wanted) return;
-  throw DataError(path.string() + ": the MD5 of " +
-                  (by_content ? "the decompressed content" : "the file") + " is " + found +
-                  "; expected " + wanted + " for " + expected.name);
-}
-
 void fetch_missing(const MnistLike& source, const DatasetOptions& options,
                    const MnistFolder& found) {
   for (size_t i = 0; i < found.paths.size(); ++i) {
@@ -130,10 +94,8 @@ void fetch_missing(const MnistLike& source, const DatasetOptions& options,
     std::vector<std::string> urls;
     for (const auto& mirror : mirrors(options.mirror, source.mirror_variable, source.mirrors))
       urls.push_back(mirror + file.name + ".gz");
-    download(
-        urls, found.folder / (file.name + ".gz"),
-        [&file](const fs::path& path) { verify(path, file); }, options.transfer,
-        source.mirror_variable);
+    download(urls, found.folder / (file.name + ".gz"), file.gzip_md5, options.transfer,
+             source.mirror_variable);
   }
 }
 
@@ -163,18 +125,10 @@ DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options)
         [&] { fetch_missing(source, options, find()); }, options.lock_timeout);
     found = find();
   }
-  const auto load_part = [&](size_t images) {
-    return load_mnist_part(source.name, found.paths[images], found.paths[images + 1],
-                           options.unpacked);
-  };
-  TensorDataset test = load_part(2);
-  refuse_other_set(source, found.paths[3], test.targets);
-  return {load_part(0), std::move(test)};
-}
-
-std::optional<fs::path> mnist_folder(const MnistLike& source, const fs::path& data_dir) {
-  MnistFolder found = find_mnist(data_dir, source);
-  return found.complete() ? std::optional(std::move(found.folder)) : std::nullopt;
+  const auto& paths = found.paths;
+  TensorDataset test = load_part(source.name, paths[2], paths[3], options.unpacked);
+  refuse_other_set(source, paths[3], test.targets);
+  return {load_part(source.name, paths[0], paths[1], options.unpacked), std::move(test)};
 }
 
 }  // namespace lockstep

@@ -60,14 +60,10 @@ const MnistLike& mnist_source() {
   static const MnistLike source{
       .name = "mnist",
       .folders = {"mnist", "MNIST/raw"},
-      .files = {{{"train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb",
-                  "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
-                 {"train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624",
-                  "d53e105ee54ea40749a09fcbcd1e9432"},
-                 {"t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea",
-                  "9fb629c4189551a2d022fa330f9573f3"},
-                 {"t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637",
-                  "ec29112dd5afa0611ce80d1b7f02629c"}}},
+      .files = {{{"train-images-idx3-ubyte", "f68b3c2dcbeaaa9fbdd348bbdeb94873"},
+                 {"train-labels-idx1-ubyte", "d53e105ee54ea40749a09fcbcd1e9432"},
+                 {"t10k-images-idx3-ubyte", "9fb629c4189551a2d022fa330f9573f3"},
+                 {"t10k-labels-idx1-ubyte", "ec29112dd5afa0611ce80d1b7f02629c"}}},
       .first_test_labels = {7, 2, 1, 0, 4, 1, 4, 9},
       .mirror_variable = "LOCKSTEP_MNIST_URL",
       .mirrors = {"https://ossci-datasets.s3.amazonaws.com/mnist/"}};
@@ -78,10 +74,10 @@ const MnistLike& fashion_mnist_source() {
   static const MnistLike source{
       .name = "fashion-mnist",
       .folders = {"fashion-mnist", "FashionMNIST/raw"},
-      .files = {{{"train-images-idx3-ubyte", "", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"},
-                 {"train-labels-idx1-ubyte", "", "25c81989df183df01b3e8a0aad5dffbe"},
-                 {"t10k-images-idx3-ubyte", "", "bef4ecab320f06d8554ea6380940ec79"},
-                 {"t10k-labels-idx1-ubyte", "", "bb300cfdad3c16e7a12a480ee83cd310"}}},
+      .files = {{{"train-images-idx3-ubyte", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"},
+                 {"train-labels-idx1-ubyte", "25c81989df183df01b3e8a0aad5dffbe"},
+                 {"t10k-images-idx3-ubyte", "bef4ecab320f06d8554ea6380940ec79"},
+                 {"t10k-labels-idx1-ubyte", "bb300cfdad3c16e7a12a480ee83cd310"}}},
       .first_test_labels = {9, 2, 1, 1, 6, 1, 4, 6},
       .mirror_variable = "LOCKSTEP_FASHION_MNIST_URL",
       .mirrors = {

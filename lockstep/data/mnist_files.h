@@ -10,9 +10,8 @@ namespace lockstep {
 
 /// One of the four files of MNIST or of a set published in its form.
 struct MnistFile {
-  std::string name;         ///< Without ".gz".
-  std::string content_md5;  ///< Of the decompressed content; empty when not known.
-  std::string gzip_md5;     ///< Of the published .gz file; empty when not known.
+  std::string name;      ///< Without ".gz".
+  std::string gzip_md5;  ///< Of the published .gz file.
 };
 
 /// A dataset published as MNIST is: four IDX files of 28 x 28 images and labels of ten classes.

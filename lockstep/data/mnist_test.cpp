@@ -1,4 +1,4 @@
-#include "lockstep/data/mnist.h"
+#include "lockstep/data/named_sets.h"
 
 #include <ATen/ops/sum.h>
 
@@ -127,10 +127,10 @@ TEST_F(Mnist, RealFilesAreWhole) {
         8, shape,
         {static_cast<const char*>(bytes.const_data_ptr()), static_cast<size_t>(bytes.numel())}));
   };
-  EXPECT_EQ(with_header(splits.train.data, {60000, 28, 28}), mnist_source().files[0].content_md5);
-  EXPECT_EQ(with_header(splits.train.targets, {60000}), mnist_source().files[1].content_md5);
-  EXPECT_EQ(with_header(splits.test.data, {10000, 28, 28}), mnist_source().files[2].content_md5);
-  EXPECT_EQ(with_header(splits.test.targets, {10000}), mnist_source().files[3].content_md5);
+  EXPECT_EQ(with_header(splits.train.data, {60000, 28, 28}), "6bbc9ace898e44ae57da46a324031adb");
+  EXPECT_EQ(with_header(splits.train.targets, {60000}), "a25bea736e30d166cdddb491f175f624");
+  EXPECT_EQ(with_header(splits.test.data, {10000, 28, 28}), "2646ac647ad5339dbf082846283269ea");
+  EXPECT_EQ(with_header(splits.test.targets, {10000}), "27ae3e4e09519cfbb04c329615203637");
   for (size_t i = 0; i < mnist_source().first_test_labels.size(); ++i)
     EXPECT_EQ(splits.test.targets[static_cast<int64_t>(i)].item<int>(),
               mnist_source().first_test_labels[i]);
@@ -148,22 +148,15 @@ TEST_F(Mnist, TheOtherSetOfTheSameFormIsRefused) {
 TEST_F(Mnist, MissingFolderIsNamedWithWhatToDo) {
   const std::string text = complaint<DataError>(
       [&] { load_mnist(mnist_source(), {.data_dir = folder_.path() / "nowhere"}); });
-  EXPECT_THAT(text, AllOf(HasSubstr("mnist not found in " + (folder_.path() / "nowhere").string()),
-                          HasSubstr("no such folder"), HasSubstr("--download"),
-                          HasSubstr("'digits'"), HasSubstr("LOCKSTEP_DATA_DIR")));
-}
-
-TEST_F(Mnist, AFileInPlaceOfTheFolderIsNotCalledMissing) {
-  const fs::path file = folder_.path() / "file";
-  test_files::write(file, "x");
-  EXPECT_THAT(complaint<DataError>([&] { load_mnist(mnist_source(), {.data_dir = file}); }),
-              AllOf(HasSubstr(file.string() + ": this is no folder"), HasSubstr("--data-dir")));
+  EXPECT_THAT(
+      text, AllOf(HasSubstr("mnist not found in " + (folder_.path() / "nowhere").string()),
+                  HasSubstr("--download"), HasSubstr("'digits'"), HasSubstr("LOCKSTEP_DATA_DIR")));
 }
 
 TEST_F(Mnist, EmptyFolderSaysWhereItLooked) {
-  EXPECT_THAT(complaint_now(), AllOf(HasSubstr((folder_.path() / "mnist").string()),
-                                     HasSubstr((folder_.path() / "MNIST/raw").string()),
-                                     HasSubstr("train-images-idx3-ubyte[.gz]")));
+  EXPECT_THAT(complaint_now(),
+              AllOf(HasSubstr((folder_.path() / "mnist").string()), HasSubstr("MNIST/raw"),
+                    HasSubstr("train-images-idx3-ubyte[.gz]")));
 }
 
 TEST_F(Mnist, MissingFilesAreNamed) {
@@ -204,15 +197,15 @@ TEST_F(Mnist, ExchangedFilesAreRefused) {
   SmallMnist files;
   std::swap(files.train_images, files.train_labels);
   files.write(folder_.path() / "mnist", false);
-  EXPECT_THAT(complaint_now(), AllOf(HasSubstr("holds 1-dimensional Byte; expected images"),
-                                     HasSubstr("exchanged?")));
+  EXPECT_THAT(complaint_now(),
+              AllOf(HasSubstr("has 1 dimensions; expected images"), HasSubstr("exchanged?")));
 }
 
 TEST_F(Mnist, WrongTypeIsRefused) {
   SmallMnist files;
   files.train_labels = idx(0x0C, {6}, std::string(24, '\0'));
   files.write(folder_.path() / "mnist", false);
-  EXPECT_THAT(complaint_now(), HasSubstr("holds 1-dimensional Int; expected labels"));
+  EXPECT_THAT(complaint_now(), HasSubstr("no IDX file of bytes"));
 }
 
 TEST_F(Mnist, NoImagesAreRefused) {

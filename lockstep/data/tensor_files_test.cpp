@@ -1,4 +1,4 @@
-#include "lockstep/data/tensor_files.h"
+#include "lockstep/data/named_sets.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>

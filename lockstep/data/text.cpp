@@ -1,4 +1,4 @@
-#include "lockstep/data/text.h"
+#include "lockstep/data/named_sets.h"
 
 #include <ATen/ops/empty.h>
 
@@ -12,7 +12,6 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
-#include "lockstep/data/tensor_files.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;

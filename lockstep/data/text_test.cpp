@@ -1,4 +1,4 @@
-#include "lockstep/data/text.h"
+#include "lockstep/data/named_sets.h"
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/tensor.h>

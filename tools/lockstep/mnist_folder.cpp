@@ -4,7 +4,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/data/dataset.h"
-#include "lockstep/data/mnist.h"
+#include "lockstep/data/mnist_files.h"
 
 namespace lockstep::tool {
 namespace {

@@ -5,8 +5,13 @@
 #include <string>
 
 #include "lockstep/data/dataset.h"
+#include "lockstep/data/mnist_files.h"
 
+// The data sets of load_dataset by name. See there for what each takes.
 namespace lockstep {
+
+/// mnist and fashion-mnist.
+DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options);
 
 /// Where the archive of CIFAR-10's binary version comes from.
 struct Cifar10Source {
@@ -14,11 +19,18 @@ struct Cifar10Source {
   std::string archive_md5 = "c32a1d4ab5d03f1284b67883e8d87530";
   std::string mirror = "https://www.cs.toronto.edu/~kriz/";
 };
-
-/// load_dataset's "cifar10". See there.
 DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source = {});
-
 /// The folder at or below `data_dir` that has the six files of CIFAR-10's binary version.
 std::optional<std::filesystem::path> cifar10_folder(const std::filesystem::path& data_dir);
+
+/// "text:PATH".
+DatasetSplits load_text(const std::filesystem::path& path, const DatasetOptions& options);
+
+/// "file:PATH". `test_fraction` of the rows, from the end and at least one, is held out when there
+/// is no test part.
+DatasetSplits load_tensor_dataset(const std::filesystem::path& path, double test_fraction);
+
+/// Throws UsageError unless it is between 0 and 1.
+void check_test_fraction(double test_fraction);
 
 }  // namespace lockstep
