@@ -4,7 +4,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <optional>
 
 #include "lockstep/base/error.h"
@@ -40,14 +39,6 @@ std::optional<at::Tensor> on_device(const at::Tensor& tensor, c10::Device device
   return tensor.to(device, at::kFloat);
 }
 
-bool can_be_fused(const std::vector<at::Tensor>& parameters) {
-  return std::all_of(parameters.begin(), parameters.end(), [](const at::Tensor& p) {
-    const auto dtype = p.scalar_type();
-    return (p.is_cpu() || p.is_cuda()) && is_dense(p) &&
-           (dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16);
-  });
-}
-
 class FusedAdam : public Optimizer {
  public:
   FusedAdam(std::string name, std::vector<at::Tensor> parameters, const OptimizerOptions& options)
@@ -60,6 +51,12 @@ class FusedAdam : public Optimizer {
         eps_(options.eps.value_or(1e-8)),
         weight_decay_(options.weight_decay.value_or(name_ == "adamw" ? 0.01 : 0)),
         amsgrad_(options.amsgrad) {
+    for (const at::Tensor& p : parameters_) {
+      if (is_dense(p) && p.is_floating_point()) continue;
+      throw UsageError(name_ + ": a parameter " + c10::str(p.sizes()) + " of " +
+                           c10::toString(p.scalar_type()) + " is complex or not dense in memory",
+                       "train its real and imaginary part, or contiguous() of it");
+    }
     for (auto& members : detail::by_kind(parameters_))
       groups_.emplace_back().members = std::move(members);
   }
@@ -222,7 +219,6 @@ class FusedAdam : public Optimizer {
 std::unique_ptr<Optimizer> make_fused_adam(const std::string& name,
                                            std::vector<at::Tensor> parameters,
                                            const OptimizerOptions& options) {
-  if ((name != "adam" && name != "adamw") || !can_be_fused(parameters)) return nullptr;
   return std::make_unique<FusedAdam>(name, std::move(parameters), options);
 }
 

@@ -53,7 +53,7 @@ std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
   if (parameters.empty()) throw UsageError(name + ": there are no parameters to optimize");
   parameters = unique_parameters(parameters);
   if (name == "sgd") return std::make_unique<Sgd>(std::move(parameters), options);
-  if (auto fused = make_fused_adam(name, parameters, options)) return fused;
+  if (name.starts_with("adam")) return make_fused_adam(name, std::move(parameters), options);
   if (name == "lbfgs") return make_lbfgs(std::move(parameters), options);
   return make_torch_optimizer(name, std::move(parameters), options);
 }

@@ -2,8 +2,6 @@
 
 #include <ATen/Functions.h>
 #include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
 
 #include <map>
@@ -28,21 +26,6 @@ struct TensorField {
   at::Tensor& (State::*get)() noexcept;
   Kept kept;  ///< With the options that the optimizer has.
 };
-
-template <class State, class Options>
-std::vector<TensorField<State>> adam_fields(const Options& options) {
-  return {{"exp_avg", &State::exp_avg, Kept::always},
-          {"exp_avg_sq", &State::exp_avg_sq, Kept::always},
-          {"max_exp_avg_sq", &State::max_exp_avg_sq, kept_with(options.amsgrad())}};
-}
-
-auto fields_of(const torch::optim::AdamOptions& options) {
-  return adam_fields<torch::optim::AdamParamState>(options);
-}
-
-auto fields_of(const torch::optim::AdamWOptions& options) {
-  return adam_fields<torch::optim::AdamWParamState>(options);
-}
 
 auto fields_of(const torch::optim::RMSpropOptions& options) {
   using State = torch::optim::RMSpropParamState;
@@ -142,29 +125,12 @@ class TorchOptimizer : public Optimizer {
   mutable Torch torch_;  ///< Its const access to state is not const all the way.
 };
 
-template <class Options>
-Options adam_options(const OptimizerOptions& o, double weight_decay) {
-  return Options(o.lr)
-      .betas({o.beta1, o.beta2})
-      .eps(o.eps.value_or(1e-8))
-      .weight_decay(o.weight_decay.value_or(weight_decay))
-      .amsgrad(o.amsgrad);
-}
-
 }  // namespace
 
 std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
                                                 std::vector<at::Tensor> parameters,
                                                 const OptimizerOptions& o) {
   namespace optim = torch::optim;
-  if (name == "adam") {
-    return std::make_unique<TorchOptimizer<optim::Adam, optim::AdamParamState>>(
-        name, std::move(parameters), adam_options<optim::AdamOptions>(o, 0));
-  }
-  if (name == "adamw") {
-    return std::make_unique<TorchOptimizer<optim::AdamW, optim::AdamWParamState>>(
-        name, std::move(parameters), adam_options<optim::AdamWOptions>(o, 0.01));
-  }
   if (name == "rmsprop") {
     return std::make_unique<TorchOptimizer<optim::RMSprop, optim::RMSpropParamState>>(
         name, std::move(parameters),
@@ -175,15 +141,12 @@ std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
             .momentum(o.momentum)
             .centered(o.centered));
   }
-  if (name == "adagrad") {
-    return std::make_unique<TorchOptimizer<optim::Adagrad, optim::AdagradParamState>>(
-        name, std::move(parameters),
-        optim::AdagradOptions(o.lr)
-            .lr_decay(o.lr_decay)
-            .weight_decay(o.weight_decay.value_or(0))
-            .eps(o.eps.value_or(1e-10)));
-  }
-  return nullptr;
+  return std::make_unique<TorchOptimizer<optim::Adagrad, optim::AdagradParamState>>(
+      name, std::move(parameters),
+      optim::AdagradOptions(o.lr)
+          .lr_decay(o.lr_decay)
+          .weight_decay(o.weight_decay.value_or(0))
+          .eps(o.eps.value_or(1e-10)));
 }
 
 }  // namespace lockstep

@@ -10,23 +10,20 @@
 
 namespace lockstep {
 
-/// One of torch::optim's optimizers (adam, adamw, rmsprop, adagrad) behind our interface. Null for
-/// another name. Their formulas are those of Python's, in another order of operations. So results
-/// differ from Python's in the last bits.
+/// torch::optim's rmsprop or adagrad behind our interface. Their formulas are those of Python's, in
+/// another order of operations. So results differ from Python's in the last bits.
 std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
                                                 std::vector<at::Tensor> parameters,
                                                 const OptimizerOptions& options);
 
-/// Adam and AdamW through LibTorch's fused kernels: one pass over parameter, gradient and state in
+/// adam or adamw through LibTorch's fused kernels: one pass over parameter, gradient and state in
 /// place of about twelve. The bits are those of Python's torch.optim.Adam(fused=True). One step
 /// differs from Python's default, because the operations round in another order. The difference is
 /// a few units in the last place of the larger of parameter and update. The bits do not depend on
-/// the number of threads. State has the names and shapes of torch::optim's (see
-/// make_torch_optimizer). So either loads what the other saved.
+/// the number of threads. State has the names and shapes of torch::optim's.
 ///
-/// Null for another name than adam and adamw, and for parameters that are not all of float32,
-/// float64 or bfloat16, dense (contiguous, or channels-last and the like), on the CPU or a CUDA
-/// device.
+/// Throws UsageError for parameters that are complex or not dense (contiguous, or channels-last and
+/// the like).
 std::unique_ptr<Optimizer> make_fused_adam(const std::string& name,
                                            std::vector<at::Tensor> parameters,
                                            const OptimizerOptions& options);
