@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/nn/modules/batchnorm.h>
 
@@ -11,6 +10,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "lockstep/base/error.h"
 #include "lockstep/models/norm_pool_kernels.h"
 
 namespace lockstep {
@@ -140,19 +140,11 @@ void update(torch::nn::BatchNorm2dImpl& norm, const Statistics& statistics, doub
   norm.num_batches_tracked += 1;
 }
 
-/// The same by LibTorch's operations, for gradients of gradients.
-at::Tensor plain(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                 double eps) {
-  const at::Tensor y = at::batch_norm(x, weight, bias, {}, {}, /*training=*/true, /*momentum=*/0,
-                                      eps, /*cudnn_enabled=*/false);
-  return at::max_pool2d(at::relu(y), {2, 2}, {2, 2});
-}
-
 class NormReluPool : public torch::autograd::Function<NormReluPool> {
  public:
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight,
                             const at::Tensor& bias, const at::Tensor& mean,
-                            const at::Tensor& inverse_deviation, double eps) {
+                            const at::Tensor& inverse_deviation) {
     const Image image = image_of(x);
     const int64_t images = x.size(0), channels = image.channels;
     const std::vector<int64_t> shape = {images, channels, image.pooled_height(),
@@ -178,30 +170,16 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
                                    to_place + i * out_size);
       });
     });
-    context->save_for_backward({x, weight, bias, mean, inverse_deviation, chosen, place});
-    context->saved_data["eps"] = eps;
+    context->save_for_backward({x, weight, mean, inverse_deviation, chosen, place});
     return pooled;
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    if (at::GradMode::is_enabled())
+      throw UsageError("batch norm, ReLU and pooling as one operation have no second gradient",
+                       "give contiguous images, or call backward without create_graph");
     const auto saved = context->get_saved_variables();
-    const at::Tensor &x = saved[0], &weight = saved[1], &bias = saved[2];
-    if (at::GradMode::is_enabled()) {
-      const at::Tensor y = plain(x, weight, bias, context->saved_data["eps"].toDouble());
-      variable_list wanted;
-      for (const at::Tensor& input : {x, weight, bias}) {
-        if (input.requires_grad()) wanted.push_back(input);
-      }
-      auto given = torch::autograd::grad({y}, wanted, {gradients[0]}, /*retain_graph=*/true,
-                                         /*create_graph=*/true);
-      variable_list result(6);
-      size_t next = 0, place = 0;
-      for (const at::Tensor& input : {x, weight, bias}) {
-        if (input.requires_grad()) result[place] = given[next++];
-        ++place;
-      }
-      return result;
-    }
+    const at::Tensor& x = saved[0];
     const at::Tensor& given = gradients[0];
     const at::Tensor held = holds_its_values(given) ? given : given.clone();
     return with_element(x, [&](auto element) {
@@ -215,9 +193,9 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
   static variable_list fast_backward(const variable_list& saved, const at::Tensor& gradient,
                                      bool needs_x) {
     const at::Tensor &x = saved[0], &weight = saved[1];
-    const at::Tensor &mean = saved[3], &inverse_deviation = saved[4];
-    const auto* chosen = data_of<Element>(saved[5]);
-    const auto* place = saved[6].const_data_ptr<uint8_t>();
+    const at::Tensor &mean = saved[2], &inverse_deviation = saved[3];
+    const auto* chosen = data_of<Element>(saved[4]);
+    const auto* place = saved[5].const_data_ptr<uint8_t>();
     const auto* dy = data_of<Element>(gradient);
     const Image image = image_of(x);
     const int64_t images = x.size(0), channels = image.channels;
@@ -266,7 +244,7 @@ class NormReluPool : public torch::autograd::Function<NormReluPool> {
                                     offsets.data(), to + i * in_size);
       });
     }
-    return {grad_x, grad_weight, grad_bias, {}, {}, {}};
+    return {grad_x, grad_weight, grad_bias, {}, {}};
   }
 };
 
@@ -317,7 +295,7 @@ at::Tensor norm_relu_pool(const at::Tensor& x, torch::nn::BatchNorm2dImpl& norm)
     update(norm, statistics, static_cast<double>(x.size(0) * x.size(2) * x.size(3)));
   }
   return NormReluPool::apply(x, norm.weight, norm.bias, statistics.mean,
-                             statistics.inverse_deviation, norm.options.eps());
+                             statistics.inverse_deviation);
 }
 
 }  // namespace lockstep

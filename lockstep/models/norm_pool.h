@@ -17,7 +17,7 @@ namespace lockstep {
 /// elements. The sums are those of the operations in another order: statistics one image at a time,
 /// then in double (Chan, Golub, LeVeque 1979). Results agree to a few units in the last place of
 /// float32, and do not depend on the number of threads. Statistics of evaluation are updated as by
-/// the module. Gradients of gradients work, by the plain operations. Images are in float32 or
+/// the module. Gradients of gradients throw UsageError. Images are in float32 or
 /// bfloat16, the norm's own tensors in float32: so it is under autocast and with float32 batch norm
 /// in a bfloat16 model. The arithmetic is float32's, and a bfloat16 result is rounded once, at the
 /// end, where the operations round three times.
