@@ -31,12 +31,6 @@ struct Meaning {
   bool master_weights = false;
 };
 
-Meaning without_level(const std::string& precision) {
-  if (precision == "32-true") return {precision};
-  const at::ScalarType half = precision.starts_with("bf16") ? at::kBFloat16 : at::kHalf;
-  return {precision, half, precision.ends_with("-mixed")};
-}
-
 /// O0 and O3 compute in one dtype, O1 and O2 are mixed.
 void check_level_fits(const std::string& level, const std::string& precision) {
   const bool mixed = level == "O1" || level == "O2";
@@ -51,32 +45,26 @@ void check_level_fits(const std::string& level, const std::string& precision) {
                        ", or leave the precision out");
 }
 
-Meaning with_level(const std::string& level, const std::string& precision) {
-  check_level_fits(level, precision);
-  if (level == "O0") return {"O0"};
-  const at::ScalarType half = precision.starts_with("bf16") ? at::kBFloat16 : at::kHalf;
-  return {level + " in " + detail::dtype_name(half), half, level == "O1", level == "O2"};
-}
-
-void check_level_name(const std::string& level) {
-  const auto known = amp_level_names();
-  if (std::find(known.begin(), known.end(), level) != known.end()) return;
-  const std::string message = unknown_word("amp level", level, known);
-  // Apex's most baffling error.
-  if (level.starts_with("0")) {
-    throw UsageError(message, "the first character is a capital letter O, not a zero");
-  }
-  throw UsageError(message);
+void expect_known(const char* kind, const std::string& word, const std::vector<std::string>& known,
+                  const std::string& hint = {}) {
+  if (std::find(known.begin(), known.end(), word) == known.end())
+    throw UsageError(unknown_word(kind, word, known), hint);
 }
 
 Meaning meaning_of(const PrecisionOptions& options) {
-  const auto known = precision_names();
-  if (std::find(known.begin(), known.end(), options.precision) == known.end()) {
-    throw UsageError(unknown_word("precision", options.precision, known));
+  const std::string &precision = options.precision, &level = options.amp_level;
+  expect_known("precision", precision, precision_names());
+  const at::ScalarType half = precision.starts_with("bf16") ? at::kBFloat16 : at::kHalf;
+  if (level.empty()) {
+    if (precision == "32-true") return {precision};
+    return {precision, half, precision.ends_with("-mixed")};
   }
-  if (options.amp_level.empty()) return without_level(options.precision);
-  check_level_name(options.amp_level);
-  return with_level(options.amp_level, options.precision);
+  expect_known(
+      "amp level", level, amp_level_names(),
+      level.starts_with("0") ? "the first character is a capital letter O, not a zero" : "");
+  check_level_fits(level, precision);
+  if (level == "O0") return {level};
+  return {level + " in " + detail::dtype_name(half), half, level == "O1", level == "O2"};
 }
 
 /// None: the loss is not scaled.
