@@ -7,30 +7,26 @@
 
 namespace lockstep {
 
-Autocast::Autocast(c10::DeviceType device, at::ScalarType dtype, const Options& options)
-    : device_(device) {
+Autocast::Autocast(c10::DeviceType device, at::ScalarType dtype, bool enabled) : device_(device) {
   if (!at::autocast::is_autocast_available(device)) {
     throw UsageError("autocast: there is none for device " + c10::DeviceTypeName(device, true));
   }
-  if (options.enabled && dtype != at::kBFloat16 && dtype != at::kHalf) {
+  if (enabled && dtype != at::kBFloat16 && dtype != at::kHalf) {
     throw UsageError(
         "autocast: dtype " + detail::dtype_name(dtype) + " is none that it computes in",
         "take bfloat16 or float16");
   }
   outer_enabled_ = at::autocast::is_autocast_enabled(device);
   outer_dtype_ = at::autocast::get_autocast_dtype(device);
-  outer_cache_enabled_ = at::autocast::is_autocast_cache_enabled();
-  at::autocast::set_autocast_enabled(device, options.enabled);
+  at::autocast::set_autocast_enabled(device, enabled);
   at::autocast::set_autocast_dtype(device, dtype);
   at::autocast::increment_nesting();
-  at::autocast::set_autocast_cache_enabled(options.cache_enabled.value_or(outer_cache_enabled_));
 }
 
 Autocast::~Autocast() {
   if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   at::autocast::set_autocast_enabled(device_, outer_enabled_);
   at::autocast::set_autocast_dtype(device_, outer_dtype_);
-  at::autocast::set_autocast_cache_enabled(outer_cache_enabled_);
 }
 
 }  // namespace lockstep

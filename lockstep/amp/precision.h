@@ -38,18 +38,10 @@ namespace lockstep {
 /// are started within it.
 class Autocast {
  public:
-  struct Options {
-    /// False turns autocast off, for example around an operation that needs float32.
-    bool enabled = true;
-    /// Whether casts of parameters are cached. None: as outside. Use false when recording a graph
-    /// for replay, or to save memory.
-    std::optional<bool> cache_enabled = {};
-  };
-
-  /// Throws UsageError for a dtype other than bfloat16 and float16, and for a device without
-  /// autocast. With `enabled` false any dtype is accepted.
-  Autocast(c10::DeviceType device, at::ScalarType dtype) : Autocast(device, dtype, Options()) {}
-  Autocast(c10::DeviceType device, at::ScalarType dtype, const Options& options);
+  /// `enabled` false turns autocast off, for example around an operation that needs float32. Throws
+  /// UsageError for a dtype other than bfloat16 and float16, and for a device without autocast.
+  /// With `enabled` false any dtype is accepted.
+  Autocast(c10::DeviceType device, at::ScalarType dtype, bool enabled = true);
   ~Autocast();
   Autocast(const Autocast&) = delete;
   Autocast& operator=(const Autocast&) = delete;
@@ -58,7 +50,6 @@ class Autocast {
   c10::DeviceType device_;
   bool outer_enabled_;
   at::ScalarType outer_dtype_;
-  bool outer_cache_enabled_;
 };
 
 namespace detail {
