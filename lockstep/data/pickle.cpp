@@ -10,72 +10,22 @@ namespace {
 
 using Kind = PickleValue::Kind;
 
-/// Those of Python's pickle module that its writers use.
-enum class Op : uint8_t {
-  mark = '(',
-  stop = '.',
-  pop = '0',
-  pop_mark = '1',
-  dup = '2',
-  bin_bytes = 'B',
-  short_bin_bytes = 'C',
-  bin_float = 'G',
-  bin_int = 'J',
-  bin_int1 = 'K',
-  bin_int2 = 'M',
-  none = 'N',
-  bin_pers_id = 'Q',
-  reduce = 'R',
-  bin_string = 'T',
-  short_bin_string = 'U',
-  bin_unicode = 'X',
-  append = 'a',
-  build = 'b',
-  global = 'c',
-  dict = 'd',
-  appends = 'e',
-  bin_get = 'h',
-  long_bin_get = 'j',
-  list = 'l',
-  bin_put = 'q',
-  long_bin_put = 'r',
-  set_item = 's',
-  tuple = 't',
-  set_items = 'u',
-  empty_tuple = ')',
-  empty_list = ']',
-  empty_dict = '}',
-  proto = 0x80,
-  new_obj = 0x81,
-  tuple1 = 0x85,
-  tuple2 = 0x86,
-  tuple3 = 0x87,
-  new_true = 0x88,
-  new_false = 0x89,
-  long1 = 0x8a,
-  short_bin_unicode = 0x8c,
-  bin_unicode8 = 0x8d,
-  bin_bytes8 = 0x8e,
-  empty_set = 0x8f,
-  add_items = 0x90,
-  frozen_set = 0x91,
-  new_obj_ex = 0x92,
-  stack_global = 0x93,
-  memoize = 0x94,
-  frame = 0x95,
-};
-
 /// Its bytes follow their number, of `size` bytes.
 struct TextOp {
-  Op op;
+  uint8_t op;
   Kind kind;
   size_t size;
 };
 constexpr TextOp kTexts[] = {
-    {Op::bin_unicode, Kind::text, 4},      {Op::short_bin_unicode, Kind::text, 1},
-    {Op::bin_unicode8, Kind::text, 8},     {Op::bin_string, Kind::text, 4},
-    {Op::short_bin_string, Kind::text, 1}, {Op::bin_bytes, Kind::bytes, 4},
-    {Op::short_bin_bytes, Kind::bytes, 1}, {Op::bin_bytes8, Kind::bytes, 8}};
+    {'X', Kind::text, 4},    // BINUNICODE
+    {0x8c, Kind::text, 1},   // SHORT_BINUNICODE
+    {0x8d, Kind::text, 8},   // BINUNICODE8
+    {'T', Kind::text, 4},    // BINSTRING
+    {'U', Kind::text, 1},    // SHORT_BINSTRING
+    {'B', Kind::bytes, 4},   // BINBYTES
+    {'C', Kind::bytes, 1},   // SHORT_BINBYTES
+    {0x8e, Kind::bytes, 8},  // BINBYTES8
+};
 
 class PickleReader {
  public:
@@ -86,8 +36,8 @@ class PickleReader {
   Pickle read() {
     while (true) {
       start_ = offset_;
-      const auto op = static_cast<Op>(number(1));
-      if (op == Op::stop) break;
+      const auto op = static_cast<uint8_t>(number(1));
+      if (op == '.') break;  // STOP
       if (!read_scalar(op) && !read_container(op) && !read_object(op)) read_memo(op);
       if (stack_.size() > kMost || pickle_.values.size() > kMost)
         fail("more than 20 million values");
@@ -155,26 +105,26 @@ class PickleReader {
     return items;
   }
 
-  bool read_scalar(Op op) {
+  bool read_scalar(uint8_t op) {
     switch (op) {
-      case Op::none:
+      case 'N':  // NONE
         push(Kind::none);
         return true;
-      case Op::new_true:
-      case Op::new_false:
-        push(Kind::boolean).integer = op == Op::new_true;
+      case 0x88:  // NEWTRUE
+      case 0x89:  // NEWFALSE
+        push(Kind::boolean).integer = op == 0x88;
         return true;
-      case Op::bin_int1:
-      case Op::bin_int2:
-        push_integer(static_cast<int64_t>(number(op == Op::bin_int1 ? 1 : 2)));
+      case 'K':  // BININT1
+      case 'M':  // BININT2
+        push_integer(static_cast<int64_t>(number(op == 'K' ? 1 : 2)));
         return true;
-      case Op::bin_int:
+      case 'J':  // BININT
         push_integer(static_cast<int32_t>(number(4)));
         return true;
-      case Op::long1:
+      case 0x8a:  // LONG1
         push_integer(long_number(number(1)));
         return true;
-      case Op::bin_float:
+      case 'G':  // BINFLOAT
         push(Kind::real).real = big_endian_double();
         return true;
       default:
@@ -182,7 +132,7 @@ class PickleReader {
     }
   }
 
-  bool read_text(Op op) {
+  bool read_text(uint8_t op) {
     const auto found = std::find_if(std::begin(kTexts), std::end(kTexts),
                                     [&](const TextOp& text) { return text.op == op; });
     if (found == std::end(kTexts)) return false;
@@ -202,51 +152,51 @@ class PickleReader {
     return std::bit_cast<double>(bits);
   }
 
-  bool read_container(Op op) {
+  bool read_container(uint8_t op) {
     switch (op) {
-      case Op::mark:
+      case '(':  // MARK
         marks_.push_back(stack_.size());
         return true;
-      case Op::pop_mark:
+      case '1':  // POP_MARK
         pop_items();
         return true;
-      case Op::empty_tuple:
-      case Op::empty_list:
-      case Op::empty_set:
+      case ')':   // EMPTY_TUPLE
+      case ']':   // EMPTY_LIST
+      case 0x8f:  // EMPTY_SET
         push(Kind::sequence);
         return true;
-      case Op::empty_dict:
+      case '}':  // EMPTY_DICT
         push(Kind::dict);
         return true;
-      case Op::tuple:
-      case Op::list:
-      case Op::frozen_set:
+      case 't':   // TUPLE
+      case 'l':   // LIST
+      case 0x91:  // FROZENSET
         push_sequence(pop_items());
         return true;
-      case Op::tuple1:
-      case Op::tuple2:
-      case Op::tuple3:
-        push_tuple(static_cast<size_t>(op) - static_cast<size_t>(Op::tuple1) + 1);
+      case 0x85:  // TUPLE1
+      case 0x86:  // TUPLE2
+      case 0x87:  // TUPLE3
+        push_tuple(op - 0x84u);
         return true;
-      case Op::append:
+      case 'a':  // APPEND
         add_items({pop()});
         return true;
-      case Op::appends:
-      case Op::add_items:
+      case 'e':   // APPENDS
+      case 0x90:  // ADDITEMS
         add_items(pop_items());
         return true;
-      case Op::dict: {
+      case 'd': {  // DICT
         const auto items = pop_items();
         push(Kind::dict);
         add_entries(items);
         return true;
       }
-      case Op::set_item: {
+      case 's': {  // SETITEM
         const PickleValue* const value = pop();
         add_entries({pop(), value});
         return true;
       }
-      case Op::set_items:
+      case 'u':  // SETITEMS
         add_entries(pop_items());
         return true;
       default:
@@ -274,36 +224,36 @@ class PickleReader {
     for (size_t i = 0; i < items.size(); i += 2) to.entries.emplace_back(items[i], items[i + 1]);
   }
 
-  bool read_object(Op op) {
+  bool read_object(uint8_t op) {
     switch (op) {
-      case Op::global: {
+      case 'c': {  // GLOBAL
         const std::string module(line());
         push(Kind::global).text = module + "." + std::string(line());
         return true;
       }
-      case Op::stack_global: {
+      case 0x93: {  // STACK_GLOBAL
         const PickleValue* const name = pop();
         const PickleValue* const module = pop();
         push(Kind::global).text = module->text + "." + name->text;
         return true;
       }
-      case Op::new_obj_ex:
+      case 0x92:  // NEWOBJ_EX
         pop();
         [[fallthrough]];  // Arguments by name: of no tensor's.
-      case Op::reduce:
-      case Op::new_obj: {
+      case 'R':           // REDUCE
+      case 0x81: {        // NEWOBJ
         const PickleValue* const arguments = pop();
         make_object(*pop(), *arguments);
         return true;
       }
-      case Op::bin_pers_id: {
+      case 'Q': {  // BINPERSID
         const PickleValue* const id = pop();
         PickleValue& made = push(Kind::object);
         made.text = "persistent";
         made.items = {id};
         return true;
       }
-      case Op::build: {
+      case 'b': {  // BUILD
         const PickleValue* const state = pop();
         top().state = state;
         return true;
@@ -330,37 +280,36 @@ class PickleReader {
     }
   }
 
-  void read_memo(Op op) {
+  void read_memo(uint8_t op) {
     switch (op) {
-      case Op::proto: {
+      case 0x80: {  // PROTO
         const uint64_t protocol = number(1);
         if (protocol < 2 || protocol > 5)
           fail("a pickle of protocol " + std::to_string(protocol) + "; expected 2 to 5");
         return;
       }
-      case Op::frame:
+      case 0x95:  // FRAME
         take(8);
         return;
-      case Op::pop:
+      case '0':  // POP
         pop();
         return;
-      case Op::dup:
+      case '2':  // DUP
         stack_.push_back(&top());
         return;
-      case Op::bin_put:
-      case Op::long_bin_put:
-        memo_[number(op == Op::bin_put ? 1 : 4)] = &top();
+      case 'q':  // BINPUT
+      case 'r':  // LONG_BINPUT
+        memo_[number(op == 'q' ? 1 : 4)] = &top();
         return;
-      case Op::memoize:
+      case 0x94:  // MEMOIZE
         memo_[memo_.size()] = &top();
         return;
-      case Op::bin_get:
-      case Op::long_bin_get:
-        get(number(op == Op::bin_get ? 1 : 4));
+      case 'h':  // BINGET
+      case 'j':  // LONG_BINGET
+        get(number(op == 'h' ? 1 : 4));
         return;
       default:
-        fail("an operation of pickle (" + std::to_string(static_cast<int>(op)) +
-             ") that no file of tensors needs");
+        fail("an operation of pickle (" + std::to_string(op) + ") that no file of tensors needs");
     }
   }
   void get(uint64_t index) {
