@@ -22,6 +22,7 @@
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/data/stored_tensors.h"
+#include "lockstep/data/tensor_bytes.h"
 
 #include <torch/version.h>
 
@@ -127,7 +128,7 @@ StoredTensor tensor_from(const StoredCheckpoint& checkpoint, const json& item) {
   if (!dtype) damaged(folder, tensor.name + " has the unknown dtype " + item.at("dtype").dump());
   tensor.dtype = *dtype;
   item.at("shape").get_to(tensor.sizes);
-  if (!detail::is_possible_shape(tensor.dtype, tensor.sizes))
+  if (!bytes_of_shape(tensor.dtype, tensor.sizes))
     damaged(folder, tensor.name + " has the shape " + item.at("shape").dump());
   int64_t elements = 0;
   for (const json& each : item.at("parts")) {

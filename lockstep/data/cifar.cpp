@@ -1,6 +1,7 @@
 #include "lockstep/data/named_sets.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/max.h>
 #include <spawn.h>
 #include <sys/wait.h>
 
@@ -15,30 +16,25 @@
 #include "lockstep/base/words.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/download.h"
+#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
 constexpr int64_t kChannels = 3, kSide = 32, kClasses = 10;
-constexpr int64_t kPixels = kChannels * kSide * kSide;
 /// A label, then the image's red, green and blue planes, each row by row.
-constexpr int64_t kRecord = 1 + kPixels;
+constexpr int64_t kRecord = 1 + kChannels * kSide * kSide;
 
 constexpr const char* kFolder = "cifar-10-batches-bin";
 constexpr const char* kArchive = "cifar-10-binary.tar.gz";
 constexpr const char* kMirrorVariable = "LOCKSTEP_CIFAR10_URL";
 
-const std::vector<std::string>& train_files() {
+/// The last is the test part's.
+const std::vector<std::string>& all_files() {
   static const std::vector<std::string> files{"data_batch_1.bin", "data_batch_2.bin",
                                               "data_batch_3.bin", "data_batch_4.bin",
-                                              "data_batch_5.bin"};
-  return files;
-}
-
-std::vector<std::string> all_files() {
-  std::vector<std::string> files = train_files();
-  files.emplace_back("test_batch.bin");
+                                              "data_batch_5.bin", "test_batch.bin"};
   return files;
 }
 
@@ -68,45 +64,32 @@ std::vector<fs::path> folders_of(const fs::path& data_dir) {
                   "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder");
 }
 
-/// Reads a file's records into rows from `row` on. Gives the row after them.
-int64_t read_records(const fs::path& path, const TensorDataset& part, int64_t row) {
-  ContentReader reader(path);
-  auto* pixels = part.data.mutable_data_ptr<uint8_t>();
-  auto* labels = part.targets.mutable_data_ptr<int64_t>();
-  const int64_t end = row + static_cast<int64_t>(fs::file_size(path)) / kRecord;
-  for (; row < end; ++row) {
-    uint8_t label = 0;
-    const uint64_t at = reader.offset();
-    reader.read_exact(&label, 1, "a label");
-    if (label >= kClasses) {
-      reader.fail(at, "the label is " + std::to_string(label) + "; expected 0 to 9");
-    }
-    labels[row] = label;
-    reader.read_exact(pixels + row * kPixels, kPixels, "an image");
-  }
-  return row;
-}
-
-TensorDataset load_part(const fs::path& folder, const std::vector<std::string>& files) {
-  int64_t count = 0;
-  for (const std::string& file : files) {
-    const auto bytes = static_cast<int64_t>(fs::file_size(folder / file));
+/// The part of `count` files from `first` on.
+TensorDataset load_part(const fs::path& folder, size_t first, size_t count) {
+  std::vector<at::Tensor> images, labels;
+  for (size_t i = first; i < first + count; ++i) {
+    const fs::path path = folder / all_files()[i];
+    const auto bytes = static_cast<int64_t>(fs::file_size(path));
     if (bytes == 0 || bytes % kRecord != 0) {
-      throw DataError((folder / file).string() + " has " + with_thousands(bytes) +
+      throw DataError(path.string() + " has " + with_thousands(bytes) +
                           " bytes; expected images of 3,073 bytes each",
                       "the file is cut short or is no part of CIFAR-10's binary version");
     }
-    count += bytes / kRecord;
+    ContentReader reader(path);
+    const at::Tensor records = read_tensor(reader, at::kByte, {bytes / kRecord, kRecord},
+                                           std::endian::little, "the images");
+    labels.push_back(records.select(1, 0).to(at::kLong));
+    if (const auto most = labels.back().max().item<int64_t>(); most >= kClasses)
+      throw DataError(path.string() + " has the label " + std::to_string(most) +
+                      "; expected 0 to 9");
+    images.push_back(records.slice(1, 1));
   }
-  TensorDataset part{.name = "cifar10",
-                     .data = at::empty({count, kChannels, kSide, kSide}, at::kByte),
-                     .targets = at::empty({count}, at::kLong),
-                     .num_classes = kClasses,
-                     .classes = {"airplane", "automobile", "bird", "cat", "deer", "dog", "frog",
-                                 "horse", "ship", "truck"}};
-  int64_t row = 0;
-  for (const std::string& file : files) row = read_records(folder / file, part, row);
-  return part;
+  return {.name = "cifar10",
+          .data = at::cat(images).view({-1, kChannels, kSide, kSide}),
+          .targets = at::cat(labels),
+          .num_classes = kClasses,
+          .classes = {"airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse",
+                      "ship", "truck"}};
 }
 
 /// Gives the exit status, or -1 where it was killed or could not be started.
@@ -145,7 +128,7 @@ void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10S
   const fs::path archive = folder.parent_path() / kArchive;
   std::error_code ignored;
   if (!fs::exists(archive, ignored)) {
-    const auto base = mirrors(options.mirror, kMirrorVariable, {source.mirror}).front();
+    const auto base = mirrors(kMirrorVariable, {source.mirror}).front();
     download({base + kArchive}, archive, source.archive_md5, options.transfer, kMirrorVariable);
   }
   unpack(archive, folder);
@@ -167,9 +150,9 @@ DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& s
     folder = options.data_dir / kFolder;
     fill_folder(
         options.data_dir, [&] { return missing_in(*folder).empty(); },
-        [&] { fetch(*folder, options, source); }, options.lock_timeout);
+        [&] { fetch(*folder, options, source); });
   }
-  return {load_part(*folder, train_files()), load_part(*folder, {"test_batch.bin"})};
+  return {load_part(*folder, 0, 5), load_part(*folder, 5, 1)};
 }
 
 }  // namespace lockstep

@@ -10,19 +10,13 @@ namespace {
 
 constexpr uint64_t kLargestFile = 5'000'000'000;  // Hugging Face's default
 
-/// Whether it was missing.
-bool make_empty_folder(const fs::path& folder) {
+/// On failure no file of it stays.
+void write_folder(const TensorReader& source, const fs::path& folder, int64_t shards) {
   std::error_code failure;
-  const bool is_new = fs::create_directories(folder, failure);
+  fs::create_directories(folder, failure);
   if (failure) throw SystemError("cannot make folder " + folder.string(), failure.value());
   if (!fs::is_empty(folder))
     throw UsageError("folder " + folder.string() + " is not empty", "name a new folder");
-  return is_new;
-}
-
-/// On failure nothing of it stays.
-void write_folder(const TensorReader& source, const fs::path& folder, int64_t shards) {
-  const bool is_new = make_empty_folder(folder);
   try {
     if (shards > 0) {
       detail::write_safetensors_shards(folder, source, shards);
@@ -30,10 +24,8 @@ void write_folder(const TensorReader& source, const fs::path& folder, int64_t sh
       detail::write_safetensors_folder(folder, source, kLargestFile);
     }
   } catch (...) {
-    std::error_code ignored;
-    for (const auto& entry : fs::directory_iterator(folder, ignored))
-      fs::remove(entry.path(), ignored);
-    if (is_new) fs::remove(folder, ignored);
+    for (const auto& entry : fs::directory_iterator(folder, failure))
+      fs::remove(entry.path(), failure);
     throw;
   }
 }

@@ -64,12 +64,10 @@ struct DatasetOptions {
   /// content, because it tells which of the two sets this is. The content must outlive the dataset,
   /// which refers to it and does not change it.
   std::map<std::filesystem::path, std::span<const std::byte>> unpacked = {};
-  /// Download files that are missing. Off by default, because a job must not use the network
-  /// unasked.
+  /// Download files that are missing, from the base URL in LOCKSTEP_MNIST_URL,
+  /// LOCKSTEP_FASHION_MNIST_URL or LOCKSTEP_CIFAR10_URL, else from the public mirrors. Off by
+  /// default, because a job must not use the network unasked.
   bool download = false;
-  /// A base URL to download from instead of the public mirrors. Empty: LOCKSTEP_MNIST_URL,
-  /// LOCKSTEP_FASHION_MNIST_URL or LOCKSTEP_CIFAR10_URL, else the public ones.
-  std::string mirror = {};
   /// The seed of digits and random. It is separate from the seeds of the model and of shuffling, so
   /// that runs with different seeds use the same data.
   uint64_t data_seed = 0;
@@ -88,16 +86,11 @@ struct DatasetOptions {
   /// text: tokens from the start of one sample to the start of the next. 0: `context`, so that an
   /// epoch predicts each token once. 1: every window, as in minGPT; this needs no more memory.
   int64_t stride = 0;
-  /// folder: height and width of the images. 224 is the usual size for ImageNet models.
+  /// folder: height and width of the images. 224 is the usual size for ImageNet models. An image's
+  /// shorter side is resized to 8/7 of it, as in torchvision's recipes, then the centre is cropped.
   int64_t image_size = 224;
-  /// folder: an image's shorter side is resized to this, then the centre is cropped. 0: 8/7 of
-  /// `image_size`, as in torchvision's recipes (256 for 224).
-  int64_t image_resize = 0;
   /// folder: `image_size` of the training part, if random_crop will crop it further. 0: the same.
   int64_t train_image_size = 0;
-  /// How long a process waits while another one on this host downloads the same files. On a slow
-  /// connection MNIST's 12 MB take minutes.
-  std::chrono::seconds lock_timeout{600};
   /// Time-outs and attempts of the download.
   DownloadOptions transfer = {};
 };

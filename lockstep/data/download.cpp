@@ -202,9 +202,9 @@ void make_folder(const fs::path& folder) {
 
 }  // namespace
 
-std::vector<std::string> mirrors(std::string chosen, const std::string& variable,
+std::vector<std::string> mirrors(const std::string& variable,
                                  const std::vector<std::string>& known) {
-  if (chosen.empty()) chosen = env_string(variable).value_or("");
+  std::string chosen = env_string(variable).value_or("");
   if (chosen.empty()) return known;
   if (!chosen.ends_with('/')) chosen += '/';
   return {chosen};

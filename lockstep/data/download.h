@@ -10,9 +10,9 @@
 
 namespace lockstep {
 
-/// The base URLs to fetch from, each ending in a slash: `chosen` alone, else that of the
-/// environment's `variable`, else `known`.
-std::vector<std::string> mirrors(std::string chosen, const std::string& variable,
+/// The base URLs to fetch from, each ending in a slash: that of the environment's `variable`, else
+/// `known`.
+std::vector<std::string> mirrors(const std::string& variable,
                                  const std::vector<std::string>& known);
 
 /// Fetches a file by HTTP or HTTPS from the first of `urls` that delivers one with this MD5. Puts
@@ -30,6 +30,7 @@ void download(const std::vector<std::string>& urls, const std::filesystem::path&
 /// for it. Its lock (the file ".lockstep.lock") ends with it, however that ends. Throws
 /// TimeoutError, SystemError (a read-only folder) and what `fill` throws.
 void fill_folder(const std::filesystem::path& folder, const std::function<bool()>& filled,
-                 const std::function<void()>& fill, std::chrono::milliseconds timeout);
+                 const std::function<void()>& fill,
+                 std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 }  // namespace lockstep

@@ -189,8 +189,7 @@ std::unique_ptr<SampleSource> image_source(ImageList list, const ImageFolderOpti
 
 DatasetSources open_image_folder(const fs::path& path, const DatasetOptions& options) {
   // 256 for 224, as the recipes for ImageNet have it.
-  const int64_t resize =
-      options.image_resize > 0 ? options.image_resize : options.image_size * 8 / 7;
+  const int64_t resize = options.image_size * 8 / 7;
   const int64_t train_size =
       options.train_image_size > 0 ? options.train_image_size : options.image_size;
   const fs::path train_folder = part_of(path, {"train"});

@@ -12,8 +12,8 @@ namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr int64_t kSide = 28;
-constexpr int64_t kClasses = 10;
+constexpr int64_t kMnistSide = 28;
+constexpr int64_t kMnistClasses = 10;
 
 [[noreturn]] void throw_missing(const fs::path& data_dir, const MnistLike& source,
                                 const MnistFolder& found) {
@@ -46,7 +46,7 @@ at::Tensor load_bytes(const fs::path& path, const Unpacked& unpacked, const char
 
 at::Tensor load_images(const fs::path& path, const Unpacked& unpacked) {
   at::Tensor images = load_bytes(path, unpacked, "images", 3);
-  if (images.size(1) != kSide || images.size(2) != kSide) {
+  if (images.size(1) != kMnistSide || images.size(2) != kMnistSide) {
     throw DataError(path.string() + ", byte 8: images of " + std::to_string(images.size(1)) +
                     " x " + std::to_string(images.size(2)) + "; expected 28 x 28");
   }
@@ -57,7 +57,8 @@ at::Tensor load_labels(const fs::path& path, const Unpacked& unpacked) {
   const at::Tensor labels = load_bytes(path, unpacked, "labels", 1);
   const auto* values = labels.const_data_ptr<uint8_t>();
   const auto* end = values + labels.numel();
-  const auto* wrong = std::find_if(values, end, [](uint8_t label) { return label >= kClasses; });
+  const auto* wrong =
+      std::find_if(values, end, [](uint8_t label) { return label >= kMnistClasses; });
   if (wrong != end) {
     constexpr int64_t kHeader = 8;
     throw DataError(path.string() + ", byte " + std::to_string(kHeader + (wrong - values)) +
@@ -73,7 +74,7 @@ TensorDataset load_part(const std::string& name, const fs::path& images_path,
   part.name = name;
   part.data = load_images(images_path, unpacked);
   part.targets = load_labels(labels_path, unpacked);
-  part.num_classes = kClasses;
+  part.num_classes = kMnistClasses;
   if (part.data.size(0) != part.targets.size(0)) {
     throw DataError(images_path.string() + ", byte 4: " + std::to_string(part.data.size(0)) +
                         " images, but " + labels_path.string() + " has " +
@@ -92,7 +93,7 @@ void fetch_missing(const MnistLike& source, const DatasetOptions& options,
     if (!found.paths[i].empty()) continue;
     const MnistFile& file = source.files[i];
     std::vector<std::string> urls;
-    for (const auto& mirror : mirrors(options.mirror, source.mirror_variable, source.mirrors))
+    for (const auto& mirror : mirrors(source.mirror_variable, source.mirrors))
       urls.push_back(mirror + file.name + ".gz");
     download(urls, found.folder / (file.name + ".gz"), file.gzip_md5, options.transfer,
              source.mirror_variable);
@@ -122,7 +123,7 @@ DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options)
     if (!options.download) throw_missing(options.data_dir, source, found);
     fill_folder(
         found.folder, [&] { return find().complete(); },
-        [&] { fetch_missing(source, options, find()); }, options.lock_timeout);
+        [&] { fetch_missing(source, options, find()); });
     found = find();
   }
   const auto& paths = found.paths;

@@ -107,7 +107,7 @@ at::Tensor read_npy(ContentReader& file, const std::string& what) {
   const nlohmann::json header = parse_header(file, header_start, text);
   const std::string descr = header["descr"];
   const bool fortran_order = header["fortran_order"];
-  std::vector<uint64_t> shape = header["shape"];
+  std::vector<int64_t> shape = header["shape"];
   const at::ScalarType dtype = dtype_of(file, header_start, descr);
   // Fortran's order is C's order of the transposed array.
   if (fortran_order) std::reverse(shape.begin(), shape.end());

@@ -293,20 +293,10 @@ class PtWriter {
   std::unordered_map<const c10::TensorImpl*, size_t> keys_;
 };
 
-void check_is_zip(const fs::path& path) {
-  ContentReader reader(path, {.packing = ContentOptions::Packing::plain});
-  std::string start(4, '\0');
-  start.resize(reader.read_some(start.data(), start.size()));
-  if (start.starts_with("PK")) return;
-  throw DataError(path.string() + " is no zip archive, as torch.save writes since PyTorch 1.6",
-                  "load and save it again with a newer PyTorch, or give a safetensors file "
-                  "(.safetensors)");
-}
-
 at::Tensor whole_storage(const StoredBytes& bytes) {
   ContentReader reader(bytes.path, bytes.where);
-  at::Tensor storage =
-      read_tensor(reader, at::kByte, {bytes.size}, std::endian::little, "a storage");
+  at::Tensor storage = read_tensor(reader, at::kByte, static_cast<int64_t>(bytes.size),
+                                   std::endian::little, "a storage");
   reader.expect_end();
   return storage;
 }
@@ -315,9 +305,7 @@ at::Tensor whole_storage(const StoredBytes& bytes) {
 
 detail::StoredTensors detail::index_pt(const fs::path& path, uint64_t begin,
                                        std::optional<uint64_t> size, const std::string& root) {
-  if (!size) check_is_zip(path);
-  StoredTensors stored =
-      PtReader(path, size ? ZipArchive(path, begin, *size) : ZipArchive(path)).read(root);
+  StoredTensors stored = PtReader(path, ZipArchive(path, begin, size)).read(root);
   stored.format = "pt";
   return stored;
 }

@@ -25,28 +25,20 @@ constexpr uint64_t kLengthSize = 8;
 constexpr uint64_t kLargestHeader = 100'000'000;  // the format's own limit
 constexpr const char* kMetadataKey = "__metadata__";
 
-/// One tensor as the header describes it. Offsets count from the end of the header.
-struct Entry {
-  std::string name;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<uint64_t> shape;
-  uint64_t begin = 0;
-  uint64_t end = 0;
-};
-
 /// Reads and checks the header of one file, then its tensors.
 class Reader {
  public:
   explicit Reader(const std::filesystem::path& path)
       : path_(path), file_(path, {.packing = ContentOptions::Packing::plain}) {
+    stored_.format = "safetensors";
     const Json header = read_header();
     for (const auto& [name, value] : header.items()) {
       if (name != kMetadataKey) {
-        entries_.push_back(entry_of(name, value));
+        stored_.tensors.push_back(tensor_of(name, value));
         continue;
       }
       try {
-        value.get_to(metadata_);
+        value.get_to(stored_.metadata);
       } catch (const Json::type_error&) {
         fail_entry(name, "is " + value.dump().substr(0, 100) + "; expected text by name");
       }
@@ -56,36 +48,17 @@ class Reader {
 
   SafetensorsFile read() {
     SafetensorsFile result;
-    result.metadata = metadata_;
-    for (const Entry& entry : entries_) {
-      result.tensors.emplace_back(entry.name,
-                                  read_tensor(file_, entry.dtype, entry.shape, std::endian::little,
-                                              "tensor '" + entry.name + "'"));
+    result.metadata = stored_.metadata;
+    for (const detail::StoredTensor& tensor : stored_.tensors) {
+      result.tensors.emplace_back(
+          tensor.name, read_tensor(file_, tensor.dtype, tensor.shape, std::endian::little,
+                                   "tensor '" + tensor.name + "'"));
     }
     file_.expect_end();
     return result;
   }
 
-  detail::StoredTensors index() const {
-    detail::StoredTensors stored;
-    stored.format = "safetensors";
-    stored.metadata = metadata_;
-    for (const Entry& entry : entries_) {
-      const ContentOptions where{.packing = ContentOptions::Packing::plain,
-                                 .begin = data_start_ + entry.begin,
-                                 .size = entry.end - entry.begin};
-      const std::vector<int64_t> shape(entry.shape.begin(), entry.shape.end());
-      detail::StoredTensor& tensor = stored.tensors.emplace_back();
-      tensor.name = entry.name;
-      tensor.dtype = entry.dtype;
-      tensor.shape = shape;
-      tensor.chunks.push_back({std::vector<int64_t>(shape.size()), shape,
-                               detail::contiguous_strides(shape), 0,
-                               std::make_shared<const detail::StoredBytes>(
-                                   detail::StoredBytes{path_, where, entry.end - entry.begin})});
-    }
-    return stored;
-  }
+  detail::StoredTensors index() { return std::move(stored_); }
 
  private:
   Json read_header() {
@@ -137,7 +110,7 @@ class Reader {
     file_.fail(kLengthSize, "the header's entry '" + name + "' " + complaint);
   }
 
-  Entry entry_of(const std::string& name, const Json& value) const {
+  detail::StoredTensor tensor_of(const std::string& name, const Json& value) const {
     const auto is_list = [&](const char* key) {
       return value.contains(key) && value[key].is_array() &&
              std::all_of(value[key].begin(), value[key].end(),
@@ -154,39 +127,46 @@ class Reader {
       fail_entry(name, "has the dtype '" + dtype_name + "'; expected one of " +
                            known_dtypes(&DtypeNames::safetensors));
     }
-    Entry entry{name, *dtype, value["shape"], value["data_offsets"][0], value["data_offsets"][1]};
-    if (entry.begin > entry.end) fail_entry(name, "has data_offsets that are no [begin, end]");
-    check_shape(entry);
-    return entry;
-  }
-
-  void check_shape(const Entry& entry) const {
-    const std::optional<uint64_t> bytes = bytes_of_shape(entry.dtype, entry.shape);
-    if (!bytes) fail_entry(entry.name, "has a shape that is too large: " + shape_text(entry.shape));
-    if (entry.end - entry.begin != *bytes) {
-      fail_entry(entry.name, "has data_offsets of " + std::to_string(entry.end - entry.begin) +
-                                 " bytes; expected " + std::to_string(*bytes) +
-                                 " for its shape and dtype");
+    const uint64_t begin = value["data_offsets"][0], end = value["data_offsets"][1];
+    if (begin > end) fail_entry(name, "has data_offsets that are no [begin, end]");
+    const std::vector<int64_t> shape = value["shape"];
+    const std::optional<uint64_t> bytes = bytes_of_shape(*dtype, shape);
+    if (!bytes) fail_entry(name, "has a shape that is too large: " + shape_text(shape));
+    if (end - begin != *bytes) {
+      fail_entry(name, "has data_offsets of " + std::to_string(end - begin) + " bytes; expected " +
+                           std::to_string(*bytes) + " for its shape and dtype");
     }
+    const ContentOptions where{
+        .packing = ContentOptions::Packing::plain, .begin = data_start_ + begin, .size = *bytes};
+    return {
+        {name, *dtype, shape},
+        {{std::vector<int64_t>(shape.size()), shape, detail::contiguous_strides(shape), 0,
+          std::make_shared<const detail::StoredBytes>(detail::StoredBytes{path_, where, *bytes})}}};
   }
 
-  /// Orders the entries by offset and demands that they cover the rest of the file without holes.
+  /// Orders the tensors by offset and demands that they cover the rest of the file without holes.
   void check_layout() {
-    std::stable_sort(entries_.begin(), entries_.end(), [](const Entry& a, const Entry& b) {
-      return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
-    });
-    uint64_t next = 0;
-    for (const Entry& entry : entries_) {
-      if (entry.begin != next) {
-        file_.fail(data_start_ + std::min(entry.begin, next),
-                   "tensor '" + entry.name + "' starts at data offset " +
-                       std::to_string(entry.begin) + "; expected " + std::to_string(next) +
-                       ", where the one before it ends (" +
-                       (entry.begin < next ? "they overlap" : "there is a hole") + ")");
+    const auto place = [](const detail::StoredTensor& tensor) -> const ContentOptions& {
+      return tensor.chunks[0].bytes->where;
+    };
+    std::stable_sort(stored_.tensors.begin(), stored_.tensors.end(),
+                     [&](const auto& a, const auto& b) {
+                       return std::pair(place(a).begin, *place(a).size) <
+                              std::pair(place(b).begin, *place(b).size);
+                     });
+    uint64_t next = data_start_;
+    for (const detail::StoredTensor& tensor : stored_.tensors) {
+      const uint64_t begin = place(tensor).begin;
+      if (begin != next) {
+        file_.fail(std::min(begin, next),
+                   "tensor '" + tensor.name + "' starts at data offset " +
+                       std::to_string(begin - data_start_) + "; expected " +
+                       std::to_string(next - data_start_) + ", where the one before it ends (" +
+                       (begin < next ? "they overlap" : "there is a hole") + ")");
       }
-      next = entry.end;
+      next += *place(tensor).size;
     }
-    const uint64_t expected = data_start_ + next;
+    const uint64_t expected = next;
     const uint64_t size = data_start_ + file_.remaining_limit();
     if (size != expected) {
       file_.fail(std::min(expected, size),
@@ -200,8 +180,7 @@ class Reader {
   std::filesystem::path path_;
   ContentReader file_;
   uint64_t data_start_ = 0;
-  std::vector<Entry> entries_;
-  std::map<std::string, std::string> metadata_;
+  detail::StoredTensors stored_;
 };
 
 /// The tensors in the order of their bytes: wider elements first, which keeps all of them aligned.
@@ -232,10 +211,9 @@ std::string header_of(const std::vector<TensorInfo>& tensors, const std::vector<
   uint64_t offset = 0;
   for (const size_t i : order) {
     const TensorInfo& tensor = tensors[i];
-    const std::vector<uint64_t> shape(tensor.shape.begin(), tensor.shape.end());
-    const uint64_t end = offset + bytes_of_shape(tensor.dtype, shape).value();
+    const uint64_t end = offset + bytes_of_shape(tensor.dtype, tensor.shape).value();
     header[tensor.name] = {{"dtype", name_of_dtype(&DtypeNames::safetensors, tensor.dtype)},
-                           {"shape", shape},
+                           {"shape", tensor.shape},
                            {"data_offsets", {offset, end}}};
     offset = end;
   }

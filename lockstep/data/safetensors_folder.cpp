@@ -2,14 +2,13 @@
 // HuggingFaceStorageWriter.
 #include <algorithm>
 #include <cstdio>
-#include <functional>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/data/stored_tensors.h"
+#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep::detail {
 namespace fs = std::filesystem;
@@ -110,6 +109,17 @@ std::string file_name(size_t index, size_t count) {
   return name;
 }
 
+/// Writes a file of boxes of the source's tensors, which begin at `offsets`.
+void write_parts(const fs::path& path, const TensorReader& source,
+                 const std::vector<TensorInfo>& parts,
+                 const std::vector<std::vector<int64_t>>& offsets) {
+  nlohmann::ordered_json sharding = nlohmann::ordered_json::object();
+  for (size_t i = 0; i < parts.size(); ++i) sharding[parts[i].name] = {{kSavedOffsets, offsets[i]}};
+  write_safetensors(
+      path, parts, {{kShardingInfo, sharding.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
+      [&](size_t i) { return source.read(parts[i].name, offsets[i], parts[i].shape); });
+}
+
 }  // namespace
 
 StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only) {
@@ -151,9 +161,7 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
   uint64_t total = 0;
   uint64_t in_file = 0;
   for (const TensorInfo& tensor : source.tensors()) {
-    const uint64_t bytes =
-        std::accumulate(tensor.shape.begin(), tensor.shape.end(),
-                        static_cast<uint64_t>(at::elementSize(tensor.dtype)), std::multiplies<>());
+    const uint64_t bytes = bytes_of_shape(tensor.dtype, tensor.shape).value();
     if (in_file > 0 && in_file + bytes > largest_file) {
       files.emplace_back();
       in_file = 0;
@@ -166,14 +174,12 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
                                   {"weight_map", nlohmann::ordered_json::object()}};
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = file_name(i, files.size());
-    nlohmann::ordered_json shards = nlohmann::ordered_json::object();
+    std::vector<std::vector<int64_t>> offsets;
     for (const TensorInfo& tensor : files[i]) {
-      shards[tensor.name] = {{kSavedOffsets, std::vector<int64_t>(tensor.shape.size())}};
+      offsets.emplace_back(tensor.shape.size());
       index["weight_map"][tensor.name] = name;
     }
-    write_safetensors(folder / name, files[i],
-                      {{kShardingInfo, shards.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
-                      [&](size_t tensor) { return source.read(files[i][tensor].name); });
+    write_parts(folder / name, source, files[i], offsets);
   }
   write_file_atomically(folder / kIndexFile, index.dump(2) + "\n");
 }
@@ -186,7 +192,6 @@ void write_safetensors_shards(const fs::path& folder, const TensorReader& source
   for (int64_t i = 0; i < shards; ++i) {
     std::vector<TensorInfo> parts;
     std::vector<std::vector<int64_t>> offsets;
-    nlohmann::ordered_json sharding = nlohmann::ordered_json::object();
     for (TensorInfo part : source.tensors()) {
       std::vector<int64_t> offset(part.shape.size());
       const int64_t rows = part.shape.empty() ? 0 : part.shape[0];
@@ -196,14 +201,11 @@ void write_safetensors_shards(const fs::path& folder, const TensorReader& source
         offset[0] = begin;
         part.shape[0] = end - begin;
       }
-      sharding[part.name] = {{kSavedOffsets, offset}};
       offsets.push_back(std::move(offset));
       parts.push_back(std::move(part));
     }
-    write_safetensors(
-        folder / file_name(static_cast<size_t>(i), static_cast<size_t>(shards)), parts,
-        {{kShardingInfo, sharding.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
-        [&](size_t at) { return source.read(parts[at].name, offsets[at], parts[at].shape); });
+    write_parts(folder / file_name(static_cast<size_t>(i), static_cast<size_t>(shards)), source,
+                parts, offsets);
   }
 }
 

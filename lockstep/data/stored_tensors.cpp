@@ -9,13 +9,8 @@
 namespace lockstep::detail {
 namespace {
 
-std::vector<uint64_t> unsigned_shape(const std::vector<int64_t>& shape) {
-  return {shape.begin(), shape.end()};
-}
-
 std::string box_text(const StoredChunk& chunk) {
-  return shape_text(unsigned_shape(chunk.sizes)) + " at " +
-         shape_text(unsigned_shape(chunk.offsets));
+  return shape_text(chunk.sizes) + " at " + shape_text(chunk.offsets);
 }
 
 bool overlap(const StoredChunk& a, const StoredChunk& b) {
@@ -27,11 +22,6 @@ bool overlap(const StoredChunk& a, const StoredChunk& b) {
 }
 
 }  // namespace
-
-bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape) {
-  return std::none_of(shape.begin(), shape.end(), [](int64_t size) { return size < 0; }) &&
-         bytes_of_shape(dtype, unsigned_shape(shape)).has_value();
-}
 
 bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape) {
   if (sizes.size() != shape.size() || offsets.size() != shape.size()) return false;
@@ -52,7 +42,7 @@ std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape) {
 void check_chunk_fits(const StoredChunk& chunk, at::ScalarType dtype, const std::string& what) {
   const auto elements = static_cast<int64_t>(chunk.bytes->size / at::elementSize(dtype));
   bool fits = chunk.first >= 0 && chunk.sizes.size() == chunk.strides.size() &&
-              is_possible_shape(dtype, chunk.sizes);
+              bytes_of_shape(dtype, chunk.sizes);
   int64_t last = chunk.first;
   for (size_t i = 0; fits && i < chunk.sizes.size(); ++i) {
     int64_t reach = 0;
@@ -72,7 +62,8 @@ void check_chunks_cover(StoredTensor& tensor, const std::string& source) {
     throw DataError(source + ": tensor '" + tensor.name + "' " + what,
                     "a file is missing or damaged, or is of another checkpoint");
   };
-  if (!is_possible_shape(tensor.dtype, tensor.shape)) fail("has a shape that is too large");
+  const auto wanted = bytes_of_shape(tensor.dtype, tensor.shape);
+  if (!wanted) fail("has a shape that is too large");
   auto& chunks = tensor.chunks;
   if (chunks.size() > kMostChunks) fail("is in " + std::to_string(chunks.size()) + " shards");
   const auto box = [](const StoredChunk& chunk) { return std::tie(chunk.offsets, chunk.sizes); };
@@ -85,15 +76,14 @@ void check_chunks_cover(StoredTensor& tensor, const std::string& source) {
   for (size_t i = 0; i < chunks.size(); ++i) {
     if (!is_within(chunks[i].offsets, chunks[i].sizes, tensor.shape))
       fail("has a shard beyond its shape: " + box_text(chunks[i]));
-    const uint64_t bytes = bytes_of_shape(tensor.dtype, unsigned_shape(chunks[i].sizes)).value();
+    const uint64_t bytes = bytes_of_shape(tensor.dtype, chunks[i].sizes).value();
     covered += bytes;
     for (size_t j = 0; j < i && bytes > 0; ++j) {
       if (overlap(chunks[i], chunks[j]))
         fail("has shards that overlap: " + box_text(chunks[j]) + " and " + box_text(chunks[i]));
     }
   }
-  if (covered != bytes_of_shape(tensor.dtype, unsigned_shape(tensor.shape)).value() ||
-      chunks.empty())
+  if (covered != *wanted || chunks.empty())
     fail("is not whole: its shards have " + std::to_string(covered) + " bytes of it");
 }
 

@@ -51,8 +51,6 @@ void check_chunk_fits(const StoredChunk& chunk, at::ScalarType dtype, const std:
 /// Chunks that are there twice (replicas) are dropped before.
 void check_chunks_cover(StoredTensor& tensor, const std::string& source);
 
-/// Sizes that a reader takes memory for and multiplies.
-bool is_possible_shape(at::ScalarType dtype, const std::vector<int64_t>& shape);
 /// Whether a box lies in a tensor of this shape.
 bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape);
 std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);

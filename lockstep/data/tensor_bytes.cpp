@@ -30,26 +30,25 @@ void swap_bytes(at::Tensor& tensor) {
 
 }  // namespace
 
-std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, const std::vector<uint64_t>& shape) {
+std::optional<uint64_t> bytes_of_shape(at::ScalarType dtype, at::IntArrayRef shape) {
   constexpr size_t kMostDimensions = 64;  // PyTorch's limit
-  uint64_t product = at::elementSize(dtype);
-  bool overflow = shape.size() > kMostDimensions;
-  for (const uint64_t size : shape) {
-    overflow |= __builtin_mul_overflow(product, std::max<uint64_t>(size, 1), &product);
+  auto product = static_cast<int64_t>(at::elementSize(dtype));
+  bool possible = shape.size() <= kMostDimensions;
+  for (const int64_t size : shape) {
+    possible &= size >= 0 && !__builtin_mul_overflow(product, std::max<int64_t>(size, 1), &product);
   }
-  if (overflow || product > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
-  return std::count(shape.begin(), shape.end(), 0u) > 0 ? 0 : product;
+  if (!possible) return std::nullopt;
+  return std::count(shape.begin(), shape.end(), 0) > 0 ? 0 : static_cast<uint64_t>(product);
 }
 
-std::string shape_text(const std::vector<uint64_t>& shape) {
+std::string shape_text(at::IntArrayRef shape) {
   std::string text;
-  for (const uint64_t size : shape) text += (text.empty() ? "" : " x ") + std::to_string(size);
+  for (const int64_t size : shape) text += (text.empty() ? "" : " x ") + std::to_string(size);
   return text.empty() ? "scalar" : text;
 }
 
-at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
-                       const std::vector<uint64_t>& shape, std::endian order,
-                       const std::string& what) {
+at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype, at::IntArrayRef shape,
+                       std::endian order, const std::string& what) {
   const uint64_t start = file.offset();
   const std::optional<uint64_t> bytes = bytes_of_shape(dtype, shape);
   if (!bytes || *bytes > file.remaining_limit()) {
@@ -61,8 +60,7 @@ at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype,
                   " bytes follow: the file is truncated or its header damaged",
               "copy or download the file again");
   }
-  at::Tensor tensor =
-      at::empty(std::vector<int64_t>(shape.begin(), shape.end()), at::TensorOptions().dtype(dtype));
+  at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype));
   file.read_exact(tensor.mutable_data_ptr(), *bytes, what);
   if (order != std::endian::native) swap_bytes(tensor);
   if (dtype == at::kBool) check_booleans(file, start, tensor, what);

@@ -81,8 +81,8 @@ at::Tensor read_storage(const StoredBytes& bytes, uint64_t begin, uint64_t size,
     where.size = size;
   }
   ContentReader reader(bytes.path, where);
-  at::Tensor read =
-      read_tensor(reader, at::kByte, {whole ? bytes.size : size}, std::endian::little, what);
+  at::Tensor read = read_tensor(reader, at::kByte, static_cast<int64_t>(whole ? bytes.size : size),
+                                std::endian::little, what);
   if (!whole) return read;
   reader.expect_end();
   return size == bytes.size

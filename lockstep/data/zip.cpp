@@ -55,15 +55,11 @@ bool apply_zip64(ZipMember& member, std::string_view extra) {
 
 }  // namespace
 
-ZipArchive::ZipArchive(fs::path path) : path_(std::move(path)) {
+ZipArchive::ZipArchive(fs::path path, uint64_t begin, std::optional<uint64_t> size)
+    : path_(std::move(path)), begin_(begin) {
   std::error_code error;
-  size_ = fs::file_size(path_, error);
+  size_ = size ? *size : fs::file_size(path_, error);
   if (error) throw SystemError("cannot read " + path_.string(), error.value());
-  read_directory(find_directory());
-}
-
-ZipArchive::ZipArchive(fs::path path, uint64_t begin, uint64_t size)
-    : path_(std::move(path)), begin_(begin), size_(size) {
   read_directory(find_directory());
 }
 
@@ -90,8 +86,9 @@ ZipArchive::Directory ZipArchive::find_directory() const {
   const std::string tail = bytes_at(tail_start, tail_size, "the archive's end");
   const size_t found = tail.rfind(kEndSignature);
   if (found == std::string::npos || tail.size() - found < kEndRecordSize) {
-    throw DataError(place(size_) + ": the end of a zip archive was expected here and is not there",
-                    "the file is truncated or no zip (npz) file");
+    throw DataError(
+        place(size_) + ": the end of a zip archive was expected here and is not there",
+        "the file is truncated, or no zip file as npz and .pt files (since PyTorch 1.6) are");
   }
   const uint64_t start = tail_start + found;
   const uint64_t count = number(tail, found + 10, 2);

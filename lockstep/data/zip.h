@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,9 +28,9 @@ struct ZipMember {
 /// expected.
 class ZipArchive {
  public:
-  explicit ZipArchive(std::filesystem::path path);
-  /// One that lies within a file, at the bytes from `begin` on.
-  ZipArchive(std::filesystem::path path, uint64_t begin, uint64_t size);
+  /// The file, or one that lies within it, at `size` bytes from `begin` on.
+  explicit ZipArchive(std::filesystem::path path, uint64_t begin = 0,
+                      std::optional<uint64_t> size = {});
 
   const std::vector<ZipMember>& members() const { return members_; }
   /// A reader of the member's content, whose checksum expect_end() compares.
