@@ -23,7 +23,7 @@ struct CheckpointInfo {
   /// text by `check_identity`.
   std::map<std::string, std::string> identity;
   /// What a resumed run may change, although training then differs: lr, schedule, ... See
-  /// `changed_settings`. Empty in checkpoints from before this field existed.
+  /// `changed_settings`.
   std::map<std::string, std::string> settings;
   std::string libtorch;  ///< The version that wrote it; filled in when it is written.
   /// Numbers that callbacks keep ("early_stop.best"). Numbers that are not finite are not stored.
@@ -51,7 +51,7 @@ class DamagedCheckpointError : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-/// The version of the layout that is written. Those before it are read, too.
+/// The version of the layout. No other one is read.
 inline constexpr int kCheckpointVersion = 3;
 
 /// Reads a whole checkpoint, after comparing sizes and hashes. Throws DamagedCheckpointError naming

@@ -217,11 +217,13 @@ TEST_F(CheckpointFaults, KilledBetweenAnyTwoCallsTheNewestIsWhole) {
   }
 }
 
+/// A new one that is whole may stay, too, where its folder's name could not be flushed.
 TEST_F(CheckpointFaults, ACallThatFailsLeavesThePreviousOneAndNothingElse) {
   for (int64_t call = 0;; ++call) {
     const Outcome outcome = save({Kind::fail_once, call});
     ASSERT_NE(outcome, Outcome::killed);
-    ASSERT_EQ(newest(), outcome == Outcome::saved ? 2 : 1) << "call " << call;
+    const int64_t found = newest();
+    ASSERT_TRUE(found == 2 || (found == 1 && outcome != Outcome::saved)) << "call " << call;
     ASSERT_THAT(left_behind(), ::testing::IsEmpty()) << "call " << call;
     if (outcome == Outcome::saved && call > 100) break;
   }

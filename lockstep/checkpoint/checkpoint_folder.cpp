@@ -4,7 +4,6 @@
 #include <stdio.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
 #include <string>
 #include <utility>
@@ -21,7 +20,6 @@ namespace {
 
 constexpr std::string_view kAsidePrefix = ".tmp-";
 constexpr std::string_view kStepPrefix = "step-";
-constexpr std::string_view kLatest = "latest";
 
 /// The step in "step-00001234"; none for any other name.
 std::optional<int64_t> step_of(const fs::path& folder) {
@@ -29,12 +27,6 @@ std::optional<int64_t> step_of(const fs::path& folder) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
   const auto step = parse_int(name.substr(kStepPrefix.size()));
   return step && *step >= 0 && checkpoint_name(*step) == name ? step : std::nullopt;
-}
-
-/// How file systems without symbolic links refuse one: FAT, SMB, FUSE, VirtualBox's folders.
-bool has_no_links(const std::error_code& error) {
-  constexpr std::array kRefusals = {EPERM, ENOTSUP, ENOSYS, EINVAL, EROFS};
-  return std::find(kRefusals.begin(), kRefusals.end(), error.value()) != kRefusals.end();
 }
 
 /// A folder under construction, removed with its content unless it has been moved away.
@@ -54,50 +46,19 @@ class AsideFolder {
   fs::path path_;
 };
 
-/// Gives a folder its name, and takes it away again unless `keep()` was called: then the name is as
-/// it was before.
-class Publication {
- public:
-  /// A folder of the same step (written before a resume) is replaced in one system call, so that
-  /// there is no moment without either.
-  Publication(const fs::path& aside, const fs::path& target) : aside_(aside), target_(target) {
-    if (!fs::exists(target)) {
-      fs::rename(aside, target);
-    } else if (exchange()) {
-      exchanged_ = true;
-    } else {
-      // This file system cannot exchange; the older checkpoints stand in for a moment.
-      fs::remove_all(target);
-      fs::rename(aside, target);
-    }
+/// Gives a folder its name. A folder of the same step (written before a resume) is replaced in one
+/// system call, so that there is no moment without either.
+void publish(const fs::path& aside, const fs::path& target) {
+  if (fs::exists(target)) {
+    if (::renameat2(AT_FDCWD, aside.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE) == 0)
+      return;
+    if (errno != EINVAL && errno != ENOSYS)
+      throw SystemError("cannot replace " + target.string(), errno);
+    // This file system cannot exchange; the older checkpoints stand in for a moment.
+    fs::remove_all(target);
   }
-  ~Publication() {
-    if (kept_) return;
-    std::error_code ignored;
-    if (exchanged_) {
-      ::renameat2(AT_FDCWD, aside_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE);
-    } else {
-      fs::rename(target_, aside_, ignored);
-    }
-  }
-  Publication(const Publication&) = delete;
-  Publication& operator=(const Publication&) = delete;
-  void keep() { kept_ = true; }
-
- private:
-  bool exchange() const {
-    if (::renameat2(AT_FDCWD, aside_.c_str(), AT_FDCWD, target_.c_str(), RENAME_EXCHANGE) == 0) {
-      return true;
-    }
-    if (errno == EINVAL || errno == ENOSYS) return false;
-    throw SystemError("cannot replace " + target_.string(), errno);
-  }
-
-  fs::path aside_;
-  fs::path target_;
-  bool exchanged_ = false;
-  bool kept_ = false;
-};
+  fs::rename(aside, target);
+}
 
 }  // namespace
 
@@ -125,13 +86,6 @@ void CheckpointFolder::prepare() {
     for (const auto& entry : fs::directory_iterator(path_)) {
       if (entry.path().filename().string().starts_with(kAsidePrefix)) fs::remove_all(entry.path());
     }
-    const fs::path latest = path_ / kLatest;
-    if (fs::exists(latest) && !fs::is_symlink(latest)) {
-      throw Error(latest.string() + " is no symbolic link, so no checkpoint can renew it");
-    }
-    AsideFolder probe(path_, "probe");
-    write_file_atomically(probe.path() / "probe", "can this be written?\n");
-    make_link(probe.path() / "probe", probe.path() / kLatest);
   } catch (const FolderInUseError&) {
     throw;
   } catch (const std::exception& error) {
@@ -171,10 +125,8 @@ fs::path CheckpointFolder::write(int64_t step, const std::function<void(const fs
     take();
     AsideFolder aside(path_, target.filename().string());
     fill(aside.path());
-    Publication publication(aside.path(), target);
+    publish(aside.path(), target);
     fsync_path(path_);
-    point_latest_at(target);
-    publication.keep();
   } catch (const FolderInUseError&) {
     throw;
   } catch (const CommError&) {
@@ -182,43 +134,26 @@ fs::path CheckpointFolder::write(int64_t step, const std::function<void(const fs
   } catch (const std::exception& error) {
     throw CheckpointError("cannot write checkpoint " + target.string() + ": " + error.what());
   }
+  point_latest_at(target);
   remove_old();
   return target;
 }
 
-/// False, with a warning at first, where the file system has no symbolic links.
-bool CheckpointFolder::make_link(const fs::path& target, const fs::path& link) {
-  std::error_code error;
-  fs::create_directory_symlink(target.filename(), link, error);
-  if (!error) return true;
-  if (!has_no_links(error)) throw SystemError("cannot make " + link.string(), error.value());
-  if (!std::exchange(told_of_links_, true)) {
-    log_warning("the file system of " + path_.string() + " has no symbolic links (" +
-                error.message() + "): there is no `latest`; the newest checkpoint is the " +
-                std::string(kStepPrefix) + "* with the highest number");
-  }
-  return false;
-}
-
-/// The checkpoint is on the disk before this, and a reader does not need the link. So from its
-/// rename on nothing is thrown.
+/// A reader does not need the link, and some file systems have none. One that cannot be renewed
+/// must not name an older checkpoint.
 void CheckpointFolder::point_latest_at(const fs::path& target) {
-  const fs::path link = path_ / (std::string(kAsidePrefix) + std::string(kLatest));
-  fs::remove(link);
-  if (!make_link(target, link)) return;
-  std::error_code error;
-  fs::rename(link, path_ / kLatest, error);
-  if (error) {
-    std::error_code ignored;
-    fs::remove(link, ignored);
-    throw SystemError("cannot rename " + link.string() + " to " + (path_ / kLatest).string(),
-                      error.value());
-  }
-  try {
-    fsync_path(path_);
-  } catch (const SystemError& failure) {
-    log_warning(failure.what());
-  }
+  const fs::path latest = path_ / "latest";
+  const fs::path link = path_ / (std::string(kAsidePrefix) + "latest");
+  std::error_code error, ignored;
+  fs::remove(link, ignored);
+  fs::create_directory_symlink(target.filename(), link, error);
+  if (!error) fs::rename(link, latest, error);
+  if (!error) return;
+  fs::remove(link, ignored);
+  fs::remove(latest, ignored);
+  if (!std::exchange(told_of_links_, true))
+    log_warning("cannot link " + latest.string() + " to the newest checkpoint: " + error.message() +
+                "; it is the step-* with the highest number");
 }
 
 void CheckpointFolder::remove_old() {

@@ -28,8 +28,8 @@ class FolderInUseError : public CheckpointError {
 };
 
 /// A folder of checkpoints, one per sub-folder: `step-00001234`. `latest` is a symbolic link to the
-/// newest, which a file system without such links lacks, with a warning. A checkpoint is written
-/// aside (`.tmp-*`), flushed and renamed. So a reader sees whole ones only, at any moment, also
+/// newest. Where it cannot be renewed it is removed, with a warning. A checkpoint is written aside
+/// (`.tmp-*`), flushed and renamed. So a reader sees whole ones only, at any moment, also
 /// after a crash or a loss of power.
 ///
 /// One process writes at a time. The first call that writes takes the folder for this process. It
@@ -43,8 +43,8 @@ class CheckpointFolder {
                             CheckpointHash hash = CheckpointHash::xxh3);
 
   /// Makes the folder where it is missing, takes it for this process, removes what a killed writer
-  /// left (`.tmp-*`), and writes and removes a file to see that it can. Throws CheckpointError
-  /// naming the folder: training for hours and then failing to save loses them.
+  /// left (`.tmp-*`). Throws CheckpointError naming a folder that cannot be written: training for
+  /// hours and then failing to save loses them.
   void prepare();
 
   /// Sets checkpoints of later steps aside, as `superseded-step-*`, with a warning. When a run goes
@@ -73,7 +73,6 @@ class CheckpointFolder {
 
  private:
   void take();
-  bool make_link(const std::filesystem::path& target, const std::filesystem::path& link);
   void point_latest_at(const std::filesystem::path& target);
   void remove_old();
 

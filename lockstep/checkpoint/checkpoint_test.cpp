@@ -67,7 +67,7 @@ class CheckpointFiles : public testing::Test {
     ASSERT_THAT(told, testing::AllOf(HasSubstr(folder_.string()), HasSubstr(file)));
   }
 
-  /// Makes it one of an earlier version of Lockstep.
+  /// Makes it one of another version of Lockstep.
   void set_version(const fs::path& folder, int version) {
     auto document = nlohmann::json::parse(read_file(folder / "state.json"));
     document.erase("checksum");
@@ -160,7 +160,7 @@ TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
   set_version(folder_, 4);
   EXPECT_THAT([&] { read_checkpoint(folder_); },
               ThrowsMessage<CheckpointError>(
-                  HasSubstr("has version 4 of the layout; this Lockstep reads versions 1 to 3")));
+                  HasSubstr("has version 4 of the layout; this Lockstep reads version 3")));
 }
 
 TEST_F(CheckpointFiles, Sha256IsWrittenWhereItIsWanted) {
@@ -171,44 +171,12 @@ TEST_F(CheckpointFiles, Sha256IsWrittenWhereItIsWanted) {
   const auto other = nlohmann::json::parse(content("state.json")).at("files");
   EXPECT_EQ(other.at(kModel).at("sha256"), sha256_hex(content(kModel)));
   EXPECT_FALSE(other.at(kModel).contains("xxh3"));
-  set_version(folder_, 2);
-  EXPECT_EQ(read_checkpoint(folder_).info.step, 5) << "as version 2 has it";
+  EXPECT_EQ(read_checkpoint(folder_).info.step, 5);
   std::string bad = content(kState);
   bad.back() ^= 1;
   put(kState, bad);
   expect_damaged(std::string(kState) + " has the sha256");
   EXPECT_THROW(checkpoint_hash("md5"), UsageError);
-}
-
-/// What earlier versions of Lockstep wrote: two files, and the number of ranks in the identity.
-TEST_F(CheckpointFiles, OfVersionOneAreRead) {
-  const fs::path old = directory_.path() / "old";
-  fs::create_directory(old);
-  save_safetensors(old / "model.safetensors", checkpoint_.model);
-  save_safetensors(old / "state.safetensors", checkpoint_.state);
-  nlohmann::json document = {{"format", "lockstep-checkpoint"},
-                             {"version", 1},
-                             {"step", 7},
-                             {"epoch", 1},
-                             {"batches", 3},
-                             {"libtorch", TORCH_VERSION},
-                             {"identity", {{"model", "mlp"}, {"number of ranks", "2"}}},
-                             {"values", {{"x", 0.5}}}};
-  for (const char* name : {"model.safetensors", "state.safetensors"}) {
-    const std::string bytes = read_file(old / name);
-    document["files"][name] = {{"bytes", bytes.size()}, {"sha256", sha256_hex(bytes)}};
-  }
-  document["checksum"] = sha256_hex(document.dump());
-  std::ofstream(old / "state.json") << document.dump(2);
-  const Checkpoint read = read_checkpoint(old);
-  EXPECT_EQ(read.info.step, 7);
-  EXPECT_EQ(read.info.ranks, 2);
-  EXPECT_EQ(read.info.samples, -1);
-  EXPECT_EQ(read.info.identity, (std::map<std::string, std::string>{{"model", "mlp"}}));
-  ASSERT_EQ(read.model.size(), 2u);
-  EXPECT_TRUE(at::equal(read.model[0].second, checkpoint_.model[0].second));
-  fs::resize_file(old / "model.safetensors", 20);
-  EXPECT_THROW(read_checkpoint(old), DamagedCheckpointError);
 }
 
 TEST_F(CheckpointFiles, ADescriptionWithoutAnEndIsDamaged) {

@@ -40,7 +40,6 @@ class ShardedSave {
 
   /// What this rank is to write. To be replaced by copies where the tensors change meanwhile.
   std::map<size_t, at::Tensor>& tensors() { return tensors_; }
-  const CheckpointInfo& info() const { return info_; }
 
   /// Writes and publishes it. Gives what went wrong, on every rank, else nothing. Throws
   /// CommErrors, and where there is one rank only, what went wrong. A collective of any group of

@@ -161,15 +161,18 @@ TEST(CheckpointWriter, AFailedSaveIsToldAndTheNextOneGoesOn) {
   run_group(2, [&](const ProcessGroup& group) {
     const fs::path path = temporary.path() / "run";
     CheckpointWriter writer(group, CheckpointFolder(path));
-    // A folder where the link `latest` must go.
-    if (group.rank() == 0) fs::create_directories(path / "latest");
+    // No lock can be made where this link is.
+    if (group.rank() == 0) {
+      fs::create_directories(path);
+      fs::create_symlink("nowhere", path / ".in-use");
+    }
     group.barrier();
     EXPECT_TRUE(writer.save(shards_of(group, 1)));
     EXPECT_THROW(writer.finish(), CheckpointError);
     EXPECT_NO_THROW(writer.finish());
     EXPECT_THROW(writer.save(shards_of(group, 1), CheckpointOverlap::none), CheckpointError);
     group.barrier();
-    if (group.rank() == 0) fs::remove(path / "latest");
+    if (group.rank() == 0) fs::remove(path / ".in-use");
     group.barrier();
     EXPECT_TRUE(writer.save(shards_of(group, 2)));
     writer.finish();

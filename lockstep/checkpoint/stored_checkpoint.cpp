@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
-#include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -29,6 +28,10 @@
 namespace lockstep {
 namespace fs = std::filesystem;
 using nlohmann::json;
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CheckpointInfo, step, epoch, batches, samples, ranks, identity,
+                                   settings, libtorch, values)
+
 namespace {
 
 constexpr char kFormat[] = "lockstep-checkpoint";
@@ -68,14 +71,14 @@ json read_document(const fs::path& folder) {
     damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
   }
   const json version = document.value("version", json());
-  if (!version.is_number_unsigned() || version < 1 || version > kCheckpointVersion) {
+  if (version != kCheckpointVersion) {
     throw CheckpointError("checkpoint " + folder.string() + " has version " + version.dump() +
-                              " of the layout; this Lockstep reads versions 1 to " +
+                              " of the layout; this Lockstep reads version " +
                               std::to_string(kCheckpointVersion),
                           "read it with the Lockstep that wrote it");
   }
-  // Version 1 was laid out otherwise. Of later ones each byte counts, also those that say nothing.
-  if (version != 1 && text != document.dump() + "\n") {
+  // Each byte counts, also those that say nothing.
+  if (text != document.dump() + "\n") {
     damaged(folder, std::string(kInfoFile) + " was altered");
   }
   return document;
@@ -103,17 +106,8 @@ int64_t numel_of(const std::vector<int64_t>& sizes) {
   return static_cast<int64_t>(c10::multiply_integers(sizes));
 }
 
-bool lies_within(const TensorBox& box, const std::vector<int64_t>& sizes) {
-  if (box.offsets.size() != sizes.size() || box.sizes.size() != sizes.size()) return false;
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (box.offsets[d] < 0 || box.sizes[d] < 0 || box.sizes[d] > sizes[d] - box.offsets[d]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-bool is_within(const std::vector<StoredFile>& files, const StoredPart& part, at::ScalarType dtype) {
+bool is_in_file(const std::vector<StoredFile>& files, const StoredPart& part,
+                at::ScalarType dtype) {
   const auto bytes = static_cast<uint64_t>(numel_of(part.box.sizes)) * c10::elementSize(dtype);
   return std::any_of(files.begin(), files.end(), [&](const StoredFile& file) {
     return file.name == part.file && part.begin <= file.bytes && bytes <= file.bytes - part.begin;
@@ -133,8 +127,9 @@ StoredTensor tensor_from(const StoredCheckpoint& checkpoint, const json& item) {
   int64_t elements = 0;
   for (const json& each : item.at("parts")) {
     StoredPart part{{each.at("offsets"), each.at("sizes")}, each.at("file"), each.at("begin")};
-    if (!lies_within(part.box, tensor.sizes)) damaged(folder, tensor.name + " has a part outside");
-    if (!is_within(checkpoint.files, part, tensor.dtype))
+    if (!detail::is_within(part.box.offsets, part.box.sizes, tensor.sizes))
+      damaged(folder, tensor.name + " has a part outside");
+    if (!is_in_file(checkpoint.files, part, tensor.dtype))
       damaged(folder, tensor.name + " has a part outside of " + part.file);
     elements += numel_of(part.box.sizes);
     tensor.parts.push_back(std::move(part));
@@ -144,24 +139,6 @@ StoredTensor tensor_from(const StoredCheckpoint& checkpoint, const json& item) {
   return tensor;
 }
 
-/// Version 1 has two files, whose headers say what is in them.
-std::vector<StoredTensor> tensors_in(const fs::path& folder, const char* file) {
-  std::vector<StoredTensor> tensors;
-  if (!fs::exists(folder / file)) damaged(folder, std::string(file) + " is missing");
-  try {
-    for (const auto& entry : detail::index_safetensors(folder / file).tensors) {
-      const TensorBox all{std::vector<int64_t>(entry.shape.size()), entry.shape};
-      tensors.push_back({entry.name,
-                         entry.dtype,
-                         entry.shape,
-                         {{all, file, entry.chunks[0].bytes->where.begin}}});
-    }
-  } catch (const DataError& error) {
-    damaged(folder, error.what());
-  }
-  return tensors;
-}
-
 void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& checkpoint) {
   checkpoint.info = detail::info_from(document);
   for (const auto& [name, file] : document.at("files").items()) {
@@ -169,13 +146,6 @@ void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& c
     const auto kind = file.contains(kHashNames[0]) ? CheckpointHash::xxh3 : CheckpointHash::sha256;
     checkpoint.files.push_back(
         {name, file.at("bytes"), kind, file.at(kHashNames[static_cast<int>(kind)])});
-  }
-  if (document.at("version") == 1) {
-    // Sizes first: a file that was cut has no good header.
-    check_files(checkpoint, 0, 0);
-    checkpoint.model = tensors_in(folder, "model.safetensors");
-    checkpoint.state = tensors_in(folder, "state.safetensors");
-    return;
   }
   const json& tensors = document.at("tensors");
   for (const json& item : tensors.at("model"))
@@ -302,7 +272,9 @@ void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, co
 at::Tensor read_tensor(const StoredCheckpoint& checkpoint, const StoredTensor& tensor,
                        const std::vector<TensorBox>* boxes) {
   at::Tensor result = untouched(tensor.sizes, tensor.dtype);
-  const auto fits = [&](const TensorBox& box) { return lies_within(box, tensor.sizes); };
+  const auto fits = [&](const TensorBox& box) {
+    return detail::is_within(box.offsets, box.sizes, tensor.sizes);
+  };
   // A count has one element, whatever its parameter's shape is.
   if (!boxes || result.numel() <= 1 || !std::all_of(boxes->begin(), boxes->end(), fits)) {
     const TensorBox all{std::vector<int64_t>(tensor.sizes.size()), tensor.sizes};
@@ -343,7 +315,6 @@ void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
     }
     files.push_back(&file);
   }
-  if (parts == 0) return;
   std::stable_sort(files.begin(), files.end(),
                    [](const auto* a, const auto* b) { return a->bytes > b->bytes; });
   std::vector<uint64_t> loads(static_cast<size_t>(parts));
@@ -385,31 +356,16 @@ Hasher::Algorithm detail::algorithm_of(CheckpointHash kind) {
 }
 
 json detail::to_json(const CheckpointInfo& info) {
-  json values = json::object();
+  json object = info;
   for (const auto& [name, value] : info.values) {
-    if (std::isfinite(value)) values[name] = value;
+    if (!std::isfinite(value)) object["values"].erase(name);
   }
-  return {{"step", info.step},         {"epoch", info.epoch},       {"batches", info.batches},
-          {"samples", info.samples},   {"ranks", info.ranks},       {"libtorch", info.libtorch},
-          {"identity", info.identity}, {"settings", info.settings}, {"values", std::move(values)}};
+  return object;
 }
 
 CheckpointInfo detail::info_from(const json& object) {
-  CheckpointInfo info;
-  info.step = object.at("step");
-  info.epoch = object.at("epoch");
-  info.batches = object.at("batches");
-  info.libtorch = object.at("libtorch");
-  object.at("identity").get_to(info.identity);
-  object.at("values").get_to(info.values);
-  info.settings = object.value("settings", info.settings);
-  info.samples = object.value("samples", info.samples);
-  info.ranks = std::max(1, object.value("ranks", 1));
-  // In version 1 it had to be the same.
-  if (auto ranks = info.identity.extract("number of ranks")) {
-    info.ranks = std::max(1, std::atoi(ranks.mapped().c_str()));
-    info.settings.insert(std::move(ranks));
-  }
+  CheckpointInfo info = object;
+  info.ranks = std::max(1, info.ranks);
   return info;
 }
 
