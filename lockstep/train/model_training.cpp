@@ -16,23 +16,21 @@ at::Tensor ModelTraining::loss(const at::Tensor& output, const at::Tensor& targe
   return batch_loss(options_.loss, output, target);
 }
 
-void ModelTraining::note(const MetricSums& sums) {
-  if (sums.loss_terms > 0) log_sum("loss", sums.loss, sums.loss_terms);
-  if (sums.classified > 0) log_sum("accuracy", sums.correct, sums.classified);
+void ModelTraining::note(const at::Tensor& output, const at::Tensor& target, double loss,
+                         bool is_mean) {
+  const bool has_classes = options_.loss == LossKind::cross_entropy;
+  const int64_t terms = (has_classes ? target : output).numel();
+  log_sum("loss", is_mean ? loss * static_cast<double>(terms) : loss, terms);
+  if (has_classes) log_sum("accuracy", static_cast<double>(count_correct(output, target)), terms);
 }
 
 void ModelTraining::measure(const at::Tensor& output, const at::Tensor& target, double loss) {
-  MetricSums sums;
-  add_batch(sums, options_.loss, loss, output, target, target.size(0));
-  note(sums);
+  note(output, target, loss, /*is_mean=*/true);
 }
 
 void ModelTraining::validate(const at::Tensor& output, const at::Tensor& target) {
-  const int64_t rows = target.size(0);
-  MetricSums sums;
-  add_batch(sums, options_.loss, 0, output, target, rows);
-  sums.loss = loss_sum(options_.loss, output, target, rows);
-  note(sums);
+  const at::Tensor sum = batch_loss(options_.loss, output, target, at::Reduction::Sum);
+  note(output, target, sum.item<double>(), /*is_mean=*/false);
 }
 
 std::vector<Layer> layers_of(Model& model) {

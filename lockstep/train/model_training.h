@@ -18,8 +18,6 @@ enum class LossKind {
   mean_squared,  ///< Outputs and targets [B, K], float32.
 };
 
-struct MetricSums;
-
 struct ModelTrainingOptions {
   LossKind loss = LossKind::cross_entropy;
   OptimizerConfig optimizer = {};  ///< Of the model's parameters.
@@ -48,7 +46,7 @@ class ModelTraining : public SupervisedModule {
   Model& model() { return *model_; }
 
  private:
-  void note(const MetricSums& sums);
+  void note(const at::Tensor& output, const at::Tensor& target, double loss, bool is_mean);
 
   std::shared_ptr<Model> model_;
   ModelTrainingOptions options_;

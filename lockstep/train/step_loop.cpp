@@ -74,7 +74,10 @@ StepLoop::StepLoop(detail::TrainTask& task, const ProcessGroup& group,
       shares_(parts_.front()->strategy().data_share().size),
       start_(std::chrono::steady_clock::now()) {
   context_.device = task.train->device();
-  context_.updater = automatic_ ? nullptr : this;
+  if (!automatic_) {
+    context_.update = [this](const std::string& name, const std::function<at::Tensor()>& loss,
+                             bool last_of_step) { return update(name, loss, last_of_step); };
+  }
   cast_batches(*task.train);
   if (task.validation) cast_batches(*task.validation);
 }

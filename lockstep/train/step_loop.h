@@ -22,7 +22,7 @@ namespace lockstep {
 /// Forward, backward, step, batch after batch: the inner loop of training, without anything that
 /// only watches. How the model is spread over ranks is its strategy's matter. One thread. All ranks
 /// call alike.
-class StepLoop : private detail::Updater {
+class StepLoop {
  public:
   /// Gets each step's result. False ends the epoch there. Called on every rank.
   using AfterStep = std::function<bool(const StepResult&)>;
@@ -56,10 +56,7 @@ class StepLoop : private detail::Updater {
   /// What a resumed run needs besides the step: numbers by name, for a checkpoint.
   std::map<std::string, double> values() const;
   void load_values(int64_t step, const std::map<std::string, double>& values);
-  /// Throws UsageError for a name that no optimizer has. Empty stands for the only one.
-  detail::TrainedPart& part_named(const std::string& name) const;
   int64_t batches_per_epoch() const;
-  int64_t steps_in(int64_t batches) const;
   /// Called where all gradients of a step are there, before the optimizer's step; with automatic
   /// optimization only.
   void before_step(std::function<void(int64_t step)> call) { before_step_ = std::move(call); }
@@ -70,14 +67,17 @@ class StepLoop : private detail::Updater {
 
  private:
   class Unmeasured;
+  int64_t steps_in(int64_t batches) const;
   bool run_step(int64_t first, int64_t end);
   void run_batch(int64_t index, bool last_of_step);
   double loss_once_more(int64_t index);
   BatchWork work_of(int64_t index, bool last_of_step);
+  /// Throws UsageError for a name that no optimizer has. Empty stands for the only one.
+  detail::TrainedPart& part_named(const std::string& name) const;
   at::Tensor judged(detail::TrainedPart& part, const at::Tensor& loss, int64_t rows);
   void note_batch();
   double update(const std::string& name, const std::function<at::Tensor()>& loss,
-                bool last_of_step) override;
+                bool last_of_step);
   StepResult result_of(int64_t epoch, int64_t batches);
   double own_seconds() const;
   void count(double& part);

@@ -8,6 +8,13 @@
 #include "lockstep/base/error.h"
 
 namespace lockstep {
+
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TimeSpan, begin, end)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(PartSpan, part, time)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(CallSpan, name, bytes, time, returned)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(OperationSpan, name, thread, time)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(StepProfile, rank, steps, parts, calls, operations)
+
 namespace {
 
 using Spans = std::vector<TimeSpan>;
@@ -187,41 +194,11 @@ std::vector<OperationCost> operation_costs(const StepProfile& profile) {
 }
 
 nlohmann::json to_object(const StepProfile& profile) {
-  using nlohmann::json;
-  json object = {{"rank", profile.rank},
-                 {"steps", json::array()},
-                 {"parts", json::array()},
-                 {"calls", json::array()},
-                 {"operations", json::array()}};
-  for (const auto& step : profile.steps) object["steps"].push_back({step.begin, step.end});
-  for (const auto& span : profile.parts) {
-    object["parts"].push_back({static_cast<int>(span.part), span.time.begin, span.time.end});
-  }
-  for (const auto& call : profile.calls) {
-    object["calls"].push_back(
-        {call.name, call.bytes, call.time.begin, call.time.end, call.returned});
-  }
-  for (const auto& span : profile.operations) {
-    object["operations"].push_back({span.name, span.thread, span.time.begin, span.time.end});
-  }
-  return object;
+  return profile;
 }
 
 StepProfile profile_from(const nlohmann::json& object) {
-  StepProfile profile;
-  profile.rank = object.at("rank");
-  for (const auto& step : object.at("steps")) profile.steps.push_back({step.at(0), step.at(1)});
-  for (const auto& span : object.at("parts")) {
-    profile.parts.push_back(
-        {static_cast<StepPart>(span.at(0).get<int>()), {span.at(1), span.at(2)}});
-  }
-  for (const auto& call : object.at("calls")) {
-    profile.calls.push_back({call.at(0), call.at(1), {call.at(2), call.at(3)}, call.at(4)});
-  }
-  for (const auto& span : object.at("operations")) {
-    profile.operations.push_back({span.at(0), span.at(1), {span.at(2), span.at(3)}});
-  }
-  return profile;
+  return object;
 }
 
 }  // namespace lockstep

@@ -208,17 +208,24 @@ std::string prefix_of(const TrainedPart& part, const TrainedParts& parts) {
   return parts.size() == 1 ? "" : part.name() + ".";
 }
 
-/// With `prefix` before each name.
-void append(StateDict& all, const std::string& prefix, const StateDict& more) {
-  for (const auto& [name, tensor] : more) all.emplace_back(prefix + name, tensor);
+void add_prefix(const std::string& prefix, std::pair<std::string, at::Tensor>& item) {
+  item.first = prefix + item.first;
+}
+void add_prefix(const std::string& prefix, TensorShard& shard) {
+  shard.name = prefix + shard.name;
 }
 
-void append(std::vector<TensorShard>& all, const std::string& prefix,
-            std::vector<TensorShard> more) {
-  for (TensorShard& shard : more) {
-    shard.name = prefix + shard.name;
-    all.push_back(std::move(shard));
+/// What `of` gives of each part, with the part's prefix before each name.
+template <class Of>
+auto of_parts(const TrainedParts& parts, const Of& of) {
+  decltype(of(*parts.front())) all;
+  for (const auto& part : parts) {
+    for (auto& item : of(*part)) {
+      add_prefix(prefix_of(*part, parts), item);
+      all.push_back(std::move(item));
+    }
   }
+  return all;
 }
 
 /// An optimizer without copies of the weights would call them unknown.
@@ -288,44 +295,31 @@ StateDict tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts&
 }
 
 StateDict model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
-  StateDict all;
-  for (const auto& part : parts) {
-    append(all, prefix_of(*part, parts), part->strategy().model_state());
-  }
-  if (parts.front()->strategy().group().rank() == 0)
-    append(all, "", tensors_of_no_part(root, parts));
+  StateDict all = of_parts(parts, [](TrainedPart& part) { return part.strategy().model_state(); });
+  if (parts.front()->strategy().group().rank() != 0) return all;
+  for (auto& item : tensors_of_no_part(root, parts)) all.push_back(std::move(item));
   return all;
 }
 
 StateDict own_model_state(const TrainingModuleBase& root, const TrainedParts& parts) {
-  StateDict all;
-  for (const auto& part : parts) append(all, prefix_of(*part, parts), state_dict(part->module()));
-  append(all, "", tensors_of_no_part(root, parts));
+  StateDict all = of_parts(parts, [](TrainedPart& part) { return state_dict(part.module()); });
+  for (auto& item : tensors_of_no_part(root, parts)) all.push_back(std::move(item));
   return all;
 }
 
 StateDict optimizer_state(const TrainedParts& parts) {
-  StateDict all;
-  for (const auto& part : parts) {
-    append(all, prefix_of(*part, parts), part->strategy().optimizer_state());
-  }
-  return all;
+  return of_parts(parts, [](TrainedPart& part) { return part.strategy().optimizer_state(); });
 }
 
 std::vector<TensorShard> model_shards(const TrainingModuleBase& root, const TrainedParts& parts) {
-  std::vector<TensorShard> all;
-  for (const auto& part : parts)
-    append(all, prefix_of(*part, parts), part->strategy().model_shards());
-  if (parts.front()->strategy().group().rank() == 0)
-    append(all, "", whole_shards(tensors_of_no_part(root, parts)));
+  auto all = of_parts(parts, [](TrainedPart& part) { return part.strategy().model_shards(); });
+  if (parts.front()->strategy().group().rank() != 0) return all;
+  for (auto& shard : whole_shards(tensors_of_no_part(root, parts))) all.push_back(std::move(shard));
   return all;
 }
 
 std::vector<TensorShard> optimizer_shards(const TrainedParts& parts) {
-  std::vector<TensorShard> all;
-  for (const auto& part : parts)
-    append(all, prefix_of(*part, parts), part->strategy().optimizer_shards());
-  return all;
+  return of_parts(parts, [](TrainedPart& part) { return part.strategy().optimizer_shards(); });
 }
 
 NeededState::NeededState(const TrainedParts& parts) {
@@ -354,11 +348,7 @@ const std::vector<TensorBox>* NeededState::of_optimizer(const std::string& name)
 }
 
 StateDict precision_state(const TrainedParts& parts) {
-  StateDict all;
-  for (const auto& part : parts) {
-    append(all, prefix_of(*part, parts), part->precision().state());
-  }
-  return all;
+  return of_parts(parts, [](TrainedPart& part) { return part.precision().state(); });
 }
 
 void load_precision_state(const TrainedParts& parts, const StateDict& state) {

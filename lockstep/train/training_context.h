@@ -15,22 +15,17 @@ class TrainingModuleBase;
 
 namespace lockstep::detail {
 
-/// What stands behind TrainingModuleBase::update.
-class Updater {
- public:
-  virtual ~Updater() = default;
-  /// `last_of_step` is false where the gradients only add up.
-  virtual double update(const std::string& name, const std::function<at::Tensor()>& loss,
-                        bool last_of_step) = 0;
-};
-
 /// What a module's protected functions reach while the Trainer calls it.
 struct TrainingContext {
   c10::Device device = c10::kCPU;
   int64_t step = 0;
   int64_t epoch = 0;
-  MetricSums sums = {};        ///< What the batch in progress has noted.
-  Updater* updater = nullptr;  ///< Null outside of training.
+  MetricSums sums = {};  ///< What the batch in progress has noted.
+  /// Behind TrainingModuleBase::update and accumulate, which is not the last of a step. Empty
+  /// outside of training.
+  std::function<double(const std::string& name, const std::function<at::Tensor()>& loss,
+                       bool last_of_step)>
+      update = {};
 
   /// The context that `module` has while this lives; then again the one before.
   class Scope {

@@ -48,18 +48,21 @@ void TrainingModuleBase::log_sum(const std::string& name, double sum, int64_t co
 
 double TrainingModuleBase::update(const std::string& name,
                                   const std::function<at::Tensor()>& loss) {
-  detail::Updater* const updater = context("update").updater;
-  if (updater) return updater->update(name, loss, /*last_of_step=*/true);
-  throw UsageError("TrainingModule::update was called outside of training_step",
-                   "only training_step may change the parameters");
+  return run_update(name, loss, /*last_of_step=*/true);
 }
 
 double TrainingModuleBase::accumulate(const std::string& name,
                                       const std::function<at::Tensor()>& loss) {
-  detail::Updater* const updater = context("accumulate").updater;
-  if (updater) return updater->update(name, loss, /*last_of_step=*/false);
-  throw UsageError("TrainingModule::accumulate was called outside of training_step",
-                   "only training_step may change the gradients");
+  return run_update(name, loss, /*last_of_step=*/false);
+}
+
+double TrainingModuleBase::run_update(const std::string& name,
+                                      const std::function<at::Tensor()>& loss, bool last_of_step) {
+  const char* const caller = last_of_step ? "update" : "accumulate";
+  if (const auto& update = context(caller).update) return update(name, loss, last_of_step);
+  throw UsageError(
+      std::string("TrainingModule::") + caller + " was called outside of training_step",
+      "only training_step may change parameters and gradients");
 }
 
 c10::Device TrainingModuleBase::device() const {

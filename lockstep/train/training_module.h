@@ -215,6 +215,8 @@ class TrainingModuleBase : public torch::nn::Module {
   friend struct detail::TrainingContext;
   friend class SupervisedModule;
   detail::TrainingContext& context(const char* caller) const;
+  double run_update(const std::string& name, const std::function<at::Tensor()>& loss,
+                    bool last_of_step);
   detail::TrainingContext* context_ = nullptr;  ///< The Trainer's, during its calls.
 };
 

@@ -92,20 +92,6 @@ class Renames {
   std::vector<Rule> rules_;
 };
 
-/// Patterns that a user may have meant: each name, and each of its parents with ".*".
-std::string near_patterns(const std::string& pattern, const std::vector<std::string>& names) {
-  std::vector<std::string> known = names;
-  for (const std::string& name : names) {
-    for (size_t dot = 0; (dot = name.find('.', dot)) != std::string::npos; ++dot)
-      known.push_back(name.substr(0, dot) + ".*");
-  }
-  std::sort(known.begin(), known.end());
-  known.erase(std::unique(known.begin(), known.end()), known.end());
-  const std::string meant = did_you_mean(pattern, known);
-  if (!meant.empty() || names.empty()) return meant;
-  return "its names are like " + names.front() + " and " + names.back();
-}
-
 /// Those of `names` that match one of the patterns. `kind` is what the names are of.
 std::set<std::string> matching(const std::vector<std::string>& names,
                                const std::vector<std::string>& patterns, const std::string& kind) {
@@ -118,8 +104,9 @@ std::set<std::string> matching(const std::vector<std::string>& names,
       used = true;
     }
     if (!used)
-      throw UsageError("the model has no " + kind + " whose name matches '" + pattern + "'",
-                       near_patterns(pattern, names));
+      throw UsageError(
+          "the model has no " + kind + " whose name matches '" + pattern + "'",
+          names.empty() ? "" : "its names are like " + names.front() + " and " + names.back());
   }
   return found;
 }
