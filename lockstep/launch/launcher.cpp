@@ -293,9 +293,7 @@ class Launcher {
 
   void stop_and_continue() {
     send(SIGSTOP);
-    if (plan_.at_stop) plan_.at_stop();
     SignalCatcher::stop();
-    if (plan_.at_continue) plan_.at_continue();
     send(SIGCONT);
   }
 

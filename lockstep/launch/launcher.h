@@ -94,9 +94,6 @@ struct LaunchPlan {
   std::string told_by = {};  ///< Before a line about a restart: "lockstep run: "; may be empty.
   /// How the user goes on after a worker was killed by a signal and no restart was asked for.
   std::string how_to_go_on = {};
-  /// Where a worker reads our input, SIGTSTP (Ctrl-Z) stops the workers and then us. These are
-  /// called before and after. They may be empty.
-  std::function<void()> at_stop, at_continue;
 };
 
 /// The failure that brought the job down.

@@ -3,7 +3,6 @@
 #include <stdio_ext.h>
 #include <unistd.h>
 
-#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -13,6 +12,7 @@
 #include <map>
 #include <new>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -116,13 +116,23 @@ std::string with_dashes(const std::string& word) {
   return changed;
 }
 
+std::optional<std::string> value_of_flag(const std::vector<std::string>& words,
+                                         const std::string& flag) {
+  std::optional<std::string> value;
+  for (size_t i = 0; i < words.size(); ++i) {
+    const std::string word = with_dashes(words[i]);
+    if (word == flag && i + 1 < words.size()) value = words[i + 1];
+    if (word.starts_with(flag + "=")) value = word.substr(flag.size() + 1);
+  }
+  return value;
+}
+
 void check_range(const std::string& name, double value, Range range) {
   if (in_range(value, range)) return;
   throw UsageError(name + " is " + number_text(value) + "; it must be " + range_text(range));
 }
 
 struct Cli::Impl : HelpPage {
-  CLI::App app;
   std::string group = "Options";
   std::vector<std::string>* trailing = nullptr;
   bool help_asked = false;
@@ -140,11 +150,16 @@ struct Cli::Impl : HelpPage {
     return info;
   }
 
-  const OptionInfo* find(const std::string& name) const {
-    for (const auto& info : options) {
+  OptionInfo* find(const std::string& name) {
+    for (auto& info : options) {
       if (info.has(name)) return &info;
     }
     return nullptr;
+  }
+
+  static void give(OptionInfo& info, const std::string& value) {
+    info.given = true;
+    info.set(value);
   }
 
   std::vector<std::string> all_names() const {
@@ -157,34 +172,7 @@ struct Cli::Impl : HelpPage {
   void add_value(const std::string& names, const std::string& placeholder, const std::string& help,
                  const std::string& shown_default,
                  const std::function<void(const std::string&)>& set) {
-    auto& info = add(names, placeholder, help, shown_default);
-    info.option = app.add_option_function<std::vector<std::string>>(
-        names, [set](const std::vector<std::string>& texts) {
-          for (const auto& text : texts) set(text);
-        });
-    info.option->expected(1)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
-    info.option->allow_extra_args(false);
-  }
-
-  template <class T>
-  void add_number(const std::string& names, T& value, const std::string& help, Range range) {
-    const auto name = split(names, ',').back();
-    add_value(names, std::is_floating_point_v<T> ? "X" : "N", help,
-              number_text(static_cast<double>(value)),
-              [&value, name, range](const std::string& text) {
-                value = parse_number<T>(name, text, range);
-              });
-  }
-
-  template <class T>
-  void add_number(const std::string& names, std::optional<T>& value, const std::string& help,
-                  Range range) {
-    const auto name = split(names, ',').back();
-    add_value(names, std::is_floating_point_v<T> ? "X" : "N", help,
-              value ? number_text(static_cast<double>(*value)) : "",
-              [&value, name, range](const std::string& text) {
-                value = parse_number<T>(name, text, range);
-              });
+    add(names, placeholder, help, shown_default).set = set;
   }
 
   [[noreturn]] void unknown_flag(const std::string& word) const {
@@ -198,43 +186,47 @@ struct Cli::Impl : HelpPage {
                      lists_the_flags());
   }
 
-  /// The words that are ours, the name and the value of a flag each in a word of its own, and how
-  /// many of `args` they take: all up to the first word that is neither a flag nor its value.
-  /// Checks the flags' names and that those which need a value, and only those, have one.
-  std::pair<std::vector<std::string>, size_t> own_words(
-      const std::vector<std::string>& args) const {
-    std::vector<std::string> own;
+  struct Words {
+    std::vector<std::pair<OptionInfo*, std::string>> flags;  // and their values
+    std::vector<std::string> others;
+    std::vector<std::string> rest;
+  };
+
+  /// Flags, and words that are neither a flag nor its value. With `trailing` from the first of
+  /// these on, else from "--" on, all is `rest`. Checks the flags' names and that those which need
+  /// a value, and only those, have one.
+  Words take_apart(const std::vector<std::string>& args) {
+    Words words;
     size_t i = 0;
     while (i < args.size()) {
       const std::string& word = args[i];
       const bool is_flag = word.size() > 1 && word[0] == '-' && word != "--" && !is_number(word);
       if (!is_flag) {
         if (trailing || word == "--") break;
-        own.push_back(args[i++]);
+        words.others.push_back(args[i++]);
         continue;
       }
       const auto [name, joined] = name_and_value(word);
-      const auto* info = find(name);
+      auto* info = find(name);
       if (!info) unknown_flag(word);
-      own.push_back(name);
+      words.flags.emplace_back(info, joined.value_or(""));
       ++i;
       if (info->placeholder.empty()) {
         if (!joined) continue;
         throw UsageError(info->main_name() + " takes no value, but was given as '" + word + "'");
       }
-      if (joined) {
-        own.push_back(*joined);
-      } else if (i == args.size() || find(name_and_value(args[i]).first)) {
+      if (joined) continue;
+      if (i == args.size() || find(name_and_value(args[i]).first))
         throw UsageError(info->main_name() + " needs a value (" + info->placeholder + ")");
-      } else {
-        own.push_back(args[i++]);
-      }
+      words.flags.back().second = args[i++];
     }
-    return {own, i};
+    if (i < args.size() && args[i] == "--") ++i;
+    words.rest.assign(args.begin() + static_cast<std::ptrdiff_t>(i), args.end());
+    return words;
   }
 
   /// "--lr=3", "-s=3" and "-s3" hold both.
-  std::pair<std::string, std::optional<std::string>> name_and_value(const std::string& word) const {
+  std::pair<std::string, std::optional<std::string>> name_and_value(const std::string& word) {
     const std::string dashed = with_dashes(word);
     const auto equals = dashed.find('=');
     if (equals != std::string::npos) return {dashed.substr(0, equals), dashed.substr(equals + 1)};
@@ -264,8 +256,6 @@ struct Cli::Impl : HelpPage {
 Cli::Cli(std::string command, std::string summary) : impl_(std::make_unique<Impl>()) {
   impl_->command = std::move(command);
   impl_->summary = std::move(summary);
-  impl_->app.set_help_flag();
-  impl_->app.allow_extras();
 }
 
 Cli::~Cli() = default;
@@ -279,16 +269,7 @@ void Cli::example(const std::string& command_line, const std::string& what) {
 }
 
 void Cli::flag(const std::string& names, bool& value, const std::string& help) {
-  auto& info = impl_->add(names, "", help, "");
-  info.option = impl_->app.add_flag_callback(names, [&value] { value = true; });
-}
-
-void Cli::negatable_flag(const std::string& name, bool& value, const std::string& help) {
-  const auto negated = "--no-" + name.substr(2);
-  auto& info = impl_->add(negated + "," + name, "", help, value ? "on" : "off");
-  info.option = impl_->app.add_flag_function(name + ",!" + negated,
-                                             [&value](int64_t count) { value = count > 0; });
-  info.option->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  impl_->add_value(names, "", help, "", [&value](const std::string&) { value = true; });
 }
 
 void Cli::option(const std::string& names, std::string& value, const std::string& help,
@@ -297,37 +278,27 @@ void Cli::option(const std::string& names, std::string& value, const std::string
                    [&value](const std::string& text) { value = text; });
 }
 
-void Cli::option(const std::string& names, int& value, const std::string& help, Range range) {
-  impl_->add_number(names, value, help, range);
+template <class T>
+void Cli::option(const std::string& names, T& value, const std::string& help, Range range) {
+  const auto name = split(names, ',').back();
+  const std::optional shown = value;
+  using Number = decltype(shown)::value_type;
+  impl_->add_value(names, std::is_floating_point_v<Number> ? "X" : "N", help,
+                   shown ? number_text(static_cast<double>(*shown)) : "",
+                   [&value, name, range](const std::string& text) {
+                     value = parse_number<Number>(name, text, range);
+                   });
 }
-
-void Cli::option(const std::string& names, int64_t& value, const std::string& help, Range range) {
-  impl_->add_number(names, value, help, range);
-}
-
+template void Cli::option(const std::string&, int&, const std::string&, Range);
+template void Cli::option(const std::string&, int64_t&, const std::string&, Range);
+template void Cli::option(const std::string&, double&, const std::string&, Range);
+template void Cli::option(const std::string&, std::optional<int>&, const std::string&, Range);
+template void Cli::option(const std::string&, std::optional<int64_t>&, const std::string&, Range);
+template void Cli::option(const std::string&, std::optional<double>&, const std::string&, Range);
 void Cli::seed(const std::string& names, uint64_t& value, const std::string& help) {
   const auto name = split(names, ',').back();
   impl_->add_value(names, "N", help, std::to_string(value),
                    [&value, name](const std::string& text) { value = parse_seed(name, text); });
-}
-
-void Cli::option(const std::string& names, double& value, const std::string& help, Range range) {
-  impl_->add_number(names, value, help, range);
-}
-
-void Cli::option(const std::string& names, std::optional<int>& value, const std::string& help,
-                 Range range) {
-  impl_->add_number(names, value, help, range);
-}
-
-void Cli::option(const std::string& names, std::optional<int64_t>& value, const std::string& help,
-                 Range range) {
-  impl_->add_number(names, value, help, range);
-}
-
-void Cli::option(const std::string& names, std::optional<double>& value, const std::string& help,
-                 Range range) {
-  impl_->add_number(names, value, help, range);
 }
 
 void Cli::option(const std::string& names, std::optional<std::string>& value,
@@ -411,6 +382,20 @@ void Cli::trailing(const std::string& name, std::vector<std::string>& words,
   impl_->trailing = &words;
 }
 
+void Cli::defaults_from_environment(const std::string& prefix) {
+  for (auto& info : impl_->options) {
+    std::string variable = prefix + info.main_name().substr(2);
+    for (char& c : variable) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
+    const auto value = env_string(variable);
+    if (!value || (info.placeholder.empty() && !env_flag(variable))) continue;
+    try {
+      impl_->give(info, *value);
+    } catch (const UsageError& error) {
+      throw UsageError("environment variable " + variable + ", the default of " + error.what());
+    }
+  }
+}
+
 bool Cli::parse(const std::vector<std::string>& args) {
   auto& impl = *impl_;
   if (!impl.find("--help")) {
@@ -421,23 +406,18 @@ bool Cli::parse(const std::vector<std::string>& args) {
     if (impl.has_common()) flag("--help-all", impl.all_help_asked, "Print all flags and exit");
   }
   if (args.size() == 1 && args[0].starts_with(kManPage)) {
-    print(man_page(impl, args[0].substr(kManPage.size())));
+    print(man_page(impl.command, impl.summary, impl.text(help_width()),
+                   args[0].substr(kManPage.size())));
     return false;
   }
   if (args == std::vector<std::string>{kFlagTable}) {
     print(impl.table());
     return false;
   }
-  const auto [own, count] = impl.own_words(args);
-  std::vector<std::string> rest(args.begin() + static_cast<std::ptrdiff_t>(count), args.end());
-  if (!rest.empty() && rest.front() == "--") rest.erase(rest.begin());
-  try {
-    std::vector<std::string> reversed(own.rbegin(), own.rend());
-    impl.app.parse(std::move(reversed));
-  } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what(), impl.lists_the_flags());
+  auto [flags, words, rest] = impl.take_apart(args);
+  for (const auto& [info, value] : flags) {
+    impl.give(*info, value);
   }
-  auto words = impl.app.remaining();
   if (impl.help_asked || impl.all_help_asked) {
     words.insert(words.end(), rest.begin(), rest.end());
     const bool is_short = impl.has_common() && words.empty() && !impl.all_help_asked;
@@ -456,17 +436,7 @@ bool Cli::parse(const std::vector<std::string>& args) {
 
 bool Cli::given(const std::string& name) const {
   const auto* info = impl_->find(name);
-  return info && info->option && info->option->count() > 0;
-}
-
-std::vector<std::string> Cli::long_names() const {
-  std::vector<std::string> names;
-  for (const auto& info : impl_->options) {
-    for (const auto& name : info.names) {
-      if (name.rfind("--", 0) == 0) names.push_back(name);
-    }
-  }
-  return names;
+  return info && info->given;
 }
 
 std::string Cli::help(int width) const {

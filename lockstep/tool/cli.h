@@ -27,10 +27,14 @@ inline constexpr std::string_view kManPage = "--man-page=";
 /// Throws UsageError, "NAME is 0; it must be at least 1", unless the number is in the range.
 void check_range(const std::string& name, double value, Range range);
 
+/// What a flag is given in these words, as "--flag value" or "--flag=value"; the last one counts.
+std::optional<std::string> value_of_flag(const std::vector<std::string>& words,
+                                         const std::string& flag);
+
 /// `--max_epochs=a_b` becomes `--max-epochs=a_b`. Other words stay.
 std::string with_dashes(const std::string& word);
 
-/// The flags of a program or subcommand, parsed by CLI11 with the conventions of torchrun and git.
+/// The flags of a program or subcommand, with the conventions of torchrun and git.
 ///
 /// A name is "--max-epochs" or "-t,--tee". `--max_epochs` and `--max-epochs=3` are understood too.
 /// If a flag is given twice, the last value counts. Values are stored in the variables given here,
@@ -50,21 +54,13 @@ class Cli {
   /// A line under "Examples:" in --help.
   void example(const std::string& command_line, const std::string& what = {});
 
-  /// Sets `value` to true when given. With a name "--no-x" added by `negatable`, to false.
+  /// Sets `value` to true when given.
   void flag(const std::string& names, bool& value, const std::string& help);
-  /// "--x" sets true, "--no-x" sets false.
-  void negatable_flag(const std::string& name, bool& value, const std::string& help);
   void option(const std::string& names, std::string& value, const std::string& help,
               const std::string& placeholder = "TEXT");
-  void option(const std::string& names, int& value, const std::string& help, Range range = {});
-  void option(const std::string& names, int64_t& value, const std::string& help, Range range = {});
-  void option(const std::string& names, double& value, const std::string& help, Range range = {});
-  void option(const std::string& names, std::optional<int>& value, const std::string& help,
-              Range range = {});
-  void option(const std::string& names, std::optional<int64_t>& value, const std::string& help,
-              Range range = {});
-  void option(const std::string& names, std::optional<double>& value, const std::string& help,
-              Range range = {});
+  /// T is int, int64_t, double or an optional of one of these.
+  template <class T>
+  void option(const std::string& names, T& value, const std::string& help, Range range = {});
   void option(const std::string& names, std::optional<std::string>& value, const std::string& help,
               const std::string& placeholder = "TEXT");
   /// As torch.manual_seed takes it: from -2^63 to 2^64 - 1, where a negative one stands for itself
@@ -96,14 +92,15 @@ class Cli {
   /// Everything from the first word without dashes on, untouched: `lockstep run PROGRAM ARGS`.
   void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);
 
+  /// Before `parse`, whose words win: values of the options so far from variables such as
+  /// PET_MAX_RESTARTS, with the prefix "PET_". Throws UsageError, which names the variable.
+  void defaults_from_environment(const std::string& prefix);
   /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
   /// command then returns 0. "--help files" prints the heading alone that has a word which begins
   /// so. Throws UsageError.
   [[nodiscard]] bool parse(const std::vector<std::string>& args);
   /// True when the user gave the option ("--lr"), by any of its names. After `parse`.
   bool given(const std::string& name) const;
-  /// Every long name, for suggestions in other places (configuration keys).
-  std::vector<std::string> long_names() const;
   /// The text of --help-all, wrapped to `width` columns.
   std::string help(int width) const;
 

@@ -6,10 +6,6 @@
 #include <utility>
 #include <vector>
 
-namespace CLI {
-class Option;
-}
-
 namespace lockstep::tool {
 
 /// An option as --help shows it.
@@ -19,8 +15,9 @@ struct OptionInfo {
   std::string help;
   std::string shown_default;
   std::string group;
-  std::string line = {};          // of the short page; empty: it is not there
-  CLI::Option* option = nullptr;  // owned by the CLI::App
+  std::string line = {};  // of the short page; empty: it is not there
+  std::function<void(const std::string& value)> set = {};
+  bool given = false;
 
   std::string main_name() const { return names.back(); }
   /// Whether "-n4" is this flag with a value: "-nr" is another program's flag.

@@ -12,7 +12,6 @@
 #include "lockstep/base/text.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/variables.h"
-#include "lockstep/tool/man_page.h"
 
 namespace lockstep::tool {
 namespace cli_test {
@@ -29,7 +28,6 @@ struct Command {
     cli.option("--data-dir", folder, "Where", "DIR");
     cli.choice("--model", model, {"mlp", "convnet", "linear"}, "Which");
     cli.flag("-q,--quiet", quiet, "Say little");
-    cli.negatable_flag("--shuffle", shuffle, "In another order");
     cli.also_called("--lr", {"--learning-rate"});
     cli.list("--sizes", sizes, "Bytes", {1, 1e9});
     cli.list("--backend", backends, "Which");
@@ -52,7 +50,6 @@ struct Command {
   std::string folder;
   std::string model = "mlp";
   bool quiet = false;
-  bool shuffle = true;
   std::vector<int64_t> sizes = {4, 1024};
   std::vector<std::string> backends;
   Cli cli{"lockstep test", "Tests."};
@@ -68,9 +65,9 @@ TEST(Cli, WithoutFlagsTheDefaultsStay) {
 
 TEST(Cli, ValuesLandInTheirVariables) {
   Command command;
-  EXPECT_TRUE(command.parse({"--max-epochs", "7", "--lr=1e-3", "-s5", "--clip", "0.5", "--data-dir",
-                             "a b", "--model", "linear", "-q", "--no-shuffle", "--sizes", "1,2,3",
-                             "--backend", "gloo,shm"}));
+  EXPECT_TRUE(
+      command.parse({"--max-epochs", "7", "--lr=1e-3", "-s5", "--clip", "0.5", "--data-dir", "a b",
+                     "--model", "linear", "-q", "--sizes", "1,2,3", "--backend", "gloo,shm"}));
   EXPECT_EQ(command.epochs, 7);
   EXPECT_EQ(command.rate, 1e-3);
   EXPECT_EQ(command.seed, 5u);
@@ -78,7 +75,6 @@ TEST(Cli, ValuesLandInTheirVariables) {
   EXPECT_EQ(command.folder, "a b");
   EXPECT_EQ(command.model, "linear");
   EXPECT_TRUE(command.quiet);
-  EXPECT_FALSE(command.shuffle);
   EXPECT_EQ(command.sizes, (std::vector<int64_t>{1, 2, 3}));
   EXPECT_EQ(command.backends, (Words{"gloo", "shm"}));
   EXPECT_TRUE(command.cli.given("--seed"));
@@ -111,9 +107,8 @@ TEST(Cli, SeedsAreThoseOfManualSeed) {
 
 TEST(Cli, OfAFlagGivenTwiceTheLastOneCounts) {
   Command command;
-  EXPECT_TRUE(command.parse({"--lr", "1", "--lr", "2", "--no-shuffle", "--shuffle"}));
+  EXPECT_TRUE(command.parse({"--lr", "1", "--lr", "2"}));
   EXPECT_EQ(command.rate, 2);
-  EXPECT_TRUE(command.shuffle);
 }
 
 TEST(Cli, AnUnknownFlagGetsTheNearest) {
@@ -222,7 +217,7 @@ TEST(Cli, HelpNamesEverythingWithinItsWidth) {
   for (const int width : {40, 50, 69, 70, 80, 100}) {
     const auto text = command.cli.help(width);
     for (const char* part : {"--max-epochs N", "[3]", "-q, --quiet", "mlp|convnet|linear",
-                             "--no-shuffle", "[4,1024]", "Examples:", "lockstep test --lr 0.1"}) {
+                             "[4,1024]", "Examples:", "lockstep test --lr 0.1"}) {
       EXPECT_NE(text.find(part), std::string::npos) << part;
     }
     for (const auto& line : split(text, '\n')) {
@@ -295,10 +290,38 @@ TEST(Cli, CommonFlagsInALineEachAndAllOfThemWhenAskedFor) {
   }
 }
 
-TEST(RoffText, HasNoRequestsAndEscapes) {
-  EXPECT_EQ(roff_text(".a"), "\\&.a");
-  EXPECT_EQ(roff_text("'a"), "\\&\\(aqa");
-  EXPECT_EQ(roff_text("--a\\n`~^"), "\\-\\-a\\en\\(ga\\(ti\\(ha");
+TEST(ManPage, HasNoRequestsAndEscapesOfTheHelp) {
+  Cli cli("lockstep test", ".a 'b --c\\n`~^");
+  testing::internal::CaptureStdout();
+  EXPECT_FALSE(cli.parse({"--man-page=1.2,2026-12-31"}));
+  std::fflush(stdout);
+  EXPECT_NE(
+      testing::internal::GetCapturedStdout().find("\n\\&.a \\(aqb \\-\\-c\\en\\(ga\\(ti\\(ha\n"),
+      std::string::npos);
+}
+
+TEST(Cli, DefaultsStandInTheEnvironment) {
+  ::setenv("CLI_TEST_MAX_EPOCHS", "7", 1);
+  ::setenv("CLI_TEST_LR", "2", 1);
+  ::setenv("CLI_TEST_QUIET", "0", 1);
+  Command command;
+  command.cli.defaults_from_environment("CLI_TEST_");
+  EXPECT_TRUE(command.parse({"--lr", "3"}));
+  EXPECT_EQ(command.epochs, 7);
+  EXPECT_EQ(command.rate, 3);
+  EXPECT_FALSE(command.quiet);
+  EXPECT_TRUE(command.cli.given("--max-epochs"));
+  ::setenv("CLI_TEST_LR", "x", 1);
+  try {
+    command.cli.defaults_from_environment("CLI_TEST_");
+    ADD_FAILURE();
+  } catch (const UsageError& error) {
+    EXPECT_TRUE(std::string(error.what())
+                    .starts_with("environment variable CLI_TEST_LR, the default of --lr: 'x'"))
+        << error.what();
+  }
+  for (const char* name : {"CLI_TEST_MAX_EPOCHS", "CLI_TEST_LR", "CLI_TEST_QUIET"})
+    ::unsetenv(name);
 }
 
 TEST(RunGuarded, ExitCodesAreThoseOfTheErrors) {

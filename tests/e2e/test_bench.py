@@ -188,7 +188,7 @@ class Bench(unittest.TestCase):
         self.assertGreater(rows[1]["p50_us"], 10 * rows[0]["p50_us"])
 
     def test_one_rank_has_nothing_to_copy(self):
-        row, = bench("all-reduce", "--sizes", "1024", "--devices", 1, "--steps", 5, "--rounds", 1)["results"]
+        row, = bench("allreduce", "--sizes", "1024", "--devices", 1, "--steps", 5, "--rounds", 1)["results"]
         self.assertIsNone(row["bound_us"])
         self.assertIsNone(row["of_bound"])
 

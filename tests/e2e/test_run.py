@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import termios
 import unittest
 
 from lockstep_testing import LOCKSTEP, clean_environment, main, run, temporary_folder
@@ -304,7 +303,6 @@ class Terminal(unittest.TestCase):
                 shown += part
                 if not part:
                     break
-            self.settings = termios.tcgetattr(master)
         finally:
             os.close(master)  # Hangs up what is still there.
         return process.wait(30), shown.decode().replace("\r\n", "\n")
@@ -333,13 +331,6 @@ class Terminal(unittest.TestCase):
         self.assertEqual(code, 1, shown)
         self.assertEqual(shown.count("ValueError: seven"), 1, shown)
         self.assertRegex(shown, r"lockstep run: error: rank 0 \(pid \d+\) exited with code 1\n$")
-
-    def test_its_settings_are_put_back(self):
-        text = "import os, signal, tty\ntty.setraw(0)\nos.kill(os.getpid(), signal.SIGKILL)\n"
-        with temporary_folder() as folder:
-            code, shown = self.run_in_terminal(script(folder, text))
-        self.assertEqual(code, 137, shown)
-        self.assertTrue(self.settings[3] & termios.ECHO)
 
     def test_several_ranks_share_it_in_lines(self):
         _, shown = self.run_in_terminal("--nproc-per-node", 2, "sh", "-c", "[ -t 1 ] || echo lines; cat")

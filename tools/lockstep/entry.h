@@ -4,7 +4,7 @@
 #include <cstdint>
 
 /// What liblockstep_cli.so, which holds everything that needs LibTorch, offers to the thin binary
-/// that loads it. Nothing is thrown across.
+/// that loads it.
 extern "C" {
 
 /// The subcommands other than `run` and `bench`. argv[1] is the subcommand's name. Returns the exit
@@ -19,13 +19,14 @@ int lockstep_bench_main(int argc, char** argv);
 void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size);
 
 /// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, until
-/// lockstep_cli_release_store. Null on failure, with the reason in `error`.
-void* lockstep_cli_host_store(int listen_fd, char* error, size_t error_size);
+/// lockstep_cli_release_store. Throws CommError.
+void* lockstep_cli_host_store(int listen_fd);
 void lockstep_cli_release_store(void* store);
 
 /// In liblockstep_hosts.so: a launch::HostAgent for the RunOptions at `options`, until
-/// lockstep_hosts_leave. Null on failure, with the reason in `error` and its exit code.
-void* lockstep_hosts_join(const void* options, int* exit_code, char* error, size_t error_size);
+/// lockstep_hosts_leave. Throws UsageError for settings that cannot be, CommError where the
+/// registry's port is taken.
+void* lockstep_hosts_join(const void* options);
 void lockstep_hosts_leave(void* agent);
 
 }  // extern "C"

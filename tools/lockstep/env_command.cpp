@@ -1,5 +1,3 @@
-#include <algorithm>
-#include <cstdio>
 #include <string>
 
 #include "commands.h"
@@ -12,110 +10,33 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::string join_json(const Json& words, const std::string& when_empty) {
-  const std::string text = join(words.get<std::vector<std::string>>(), ", ");
-  return text.empty() ? when_empty : text;
-}
-
-void line(const std::string& name, const std::string& text) {
-  std::printf("  %-12s %s\n", name.c_str(), text.c_str());
-}
-
-std::string text_of(const Json& value) {
-  return value.get<std::string>();
-}
-
-void print_versions(const Json& report) {
-  std::puts("Versions");
-  const Json& lockstep = report["lockstep"];
-  line("Lockstep", text_of(lockstep["version"]) + ", built by " + text_of(lockstep["compiler"]));
-  const Json& torch = report["libtorch"];
-  line("LibTorch", text_of(torch["version"]) +
-                       (torch["cuda_build"].get<bool>() ? ", CUDA build" : ", CPU build") + ", " +
-                       text_of(torch["path"]));
-  const std::string mpi = text_of(report["mpi"]);
-  line("MPI", mpi.empty() ? "none in this build" : mpi);
-  const Json& python = report["python"];
-  if (python.is_null()) {
-    line("Python", "none found");
-    return;
+/// A value that has no names within it.
+std::string text_of(const std::string& name, const Json& value) {
+  if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
+  if (value.is_number_integer() && name.ends_with("bytes")) return human_bytes(value);
+  if (value.is_array()) {
+    std::string all;
+    for (const Json& one : value) all += (all.empty() ? "" : ", ") + text_of("", one);
+    return all.empty() ? "none" : all;
   }
-  std::string about = text_of(python["version"]) + ", " + text_of(python["path"]);
-  if (text_of(python["torch"]).empty()) {
-    about += ", without torch";
-  } else {
-    about +=
-        ", torch " + text_of(python["torch"]) +
-        (python["torch_is_linked_one"].get<bool>() ? " (the linked one)" : " (not the linked one)");
-  }
-  line("Python", about);
+  const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+  return text.empty() || value.is_null() ? "none" : text;
 }
 
-std::string quota_text(const Json& quota) {
-  if (quota.is_null()) return {};
-  char text[64];
-  std::snprintf(text, sizeof text, ", time of %.3g by quota", quota.get<double>());
+/// A line for each value, and below a line what is in it.
+std::string lines_of(const Json& report, const std::string& indent) {
+  std::string text;
+  for (const auto& [name, value] : report.items()) {
+    const std::string begin = indent + (report.is_array() ? "-" : name);
+    const bool is_list = value.is_array() && !value.empty() && value[0].is_object();
+    if (value.is_object() || is_list) {
+      text += begin + "\n" + lines_of(value, indent + "  ");
+    } else {
+      text += begin + std::string(begin.size() < 24 ? 24 - begin.size() : 1, ' ') +
+              text_of(name, value) + "\n";
+    }
+  }
   return text;
-}
-
-/// "fast (avx512_bf16)", "no faster than float32: ...".
-std::string half_text(const Json& support) {
-  const std::string reason = text_of(support["reason"]);
-  return support["fast"].get<bool>() ? "fast (" + reason + ")"
-                                     : "no faster than float32: " + reason;
-}
-
-void print_machine(const Json& report) {
-  std::puts("Machine");
-  const Json& cpu = report["cpu"];
-  line("CPU", text_of(cpu["model"]) + ", " + std::to_string(cpu["usable_cores"].get<int>()) +
-                  " of " + std::to_string(cpu["cores"].get<int>()) + " cores usable" +
-                  quota_text(cpu["quota"]) + ", kernels for " + text_of(cpu["capability"]));
-  for (const char* dtype : {"bfloat16", "float16"}) {
-    line(dtype, half_text(cpu["half"][dtype]) + "; see --precision");
-  }
-  const Json& placement = report["placement"];
-  line("Threads", std::to_string(placement["threads"].get<int>()) + " per rank (" +
-                      text_of(placement["threads_reason"]) + "); see --threads");
-  line("Waiting", text_of(placement["waiting"]));
-  line("Freed memory", text_of(placement["freed_memory"]));
-  line("Binding", text_of(placement["binding"]) + "; see --bind-to");
-  line("oneDNN", text_of(cpu["onednn_isa"]).empty()
-                     ? "the processor's best instructions; ONEDNN_MAX_CPU_ISA limits them"
-                     : "no more than " + text_of(cpu["onednn_isa"]) + ", by ONEDNN_MAX_CPU_ISA");
-  line("Memory", human_bytes(cpu["memory_bytes"].get<uint64_t>()) + ", " +
-                     human_bytes(cpu["available_bytes"].get<uint64_t>()) + " available");
-  line("System", text_of(cpu["system"]) + " " + text_of(cpu["architecture"]));
-  for (const auto& device : report["devices"]) {
-    line("Device", text_of(device["device"]) + ": " + text_of(device["name"]) +
-                       (device["usable"].get<bool>() ? "" : " (not usable by this LibTorch)"));
-  }
-  line("Backends", join_json(report["backends"], "none"));
-  for (const auto& one : report["interfaces"]) {
-    line("Interface", text_of(one["name"]) + (one["up"].get<bool>() ? "" : " (down)") + ": " +
-                          join_json(one["addresses"], "no address"));
-  }
-  const std::string mnist = text_of(report["data"]["mnist"]);
-  line("MNIST", mnist.empty() ? "not found" : mnist);
-}
-
-void print_launcher(const Json& launcher) {
-  std::printf("Launcher: %s\n", text_of(launcher["name"]).c_str());
-  for (const auto& [name, value] : launcher["variables"].items()) {
-    std::printf("  %s=%s\n", name.c_str(), text_of(value).c_str());
-  }
-}
-
-void print_missing(const Json& missing) {
-  if (missing.empty()) {
-    std::puts("Missing: nothing");
-    return;
-  }
-  std::puts("Missing");
-  for (const auto& one : missing) {
-    std::printf("  %s: %s\n    %s\n", text_of(one["what"]).c_str(), text_of(one["means"]).c_str(),
-                text_of(one["how"]).c_str());
-  }
 }
 
 }  // namespace
@@ -131,14 +52,7 @@ int env_command(const std::vector<std::string>& args) {
   if (!cli.parse(args)) return 0;
 
   const Json report = environment_report();
-  if (json) {
-    print(report.dump(2) + "\n");
-    return 0;
-  }
-  print_versions(report);
-  print_machine(report);
-  print_launcher(report["launcher"]);
-  print_missing(report["missing"]);
+  print(json ? report.dump(2) + "\n" : lines_of(report, ""));
   return 0;
 }
 

@@ -1,7 +1,5 @@
 #include <unistd.h>
 
-#include <cstdio>
-#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -133,10 +131,14 @@ elastic::ServedStore serve_workers_store(const std::string& address) {
   return store;
 }
 
-/// Joins a job of several hosts, and serves the registry by which they agree where that is this
-/// host's to do. Throws UsageError for settings that cannot be, CommError where the registry's port
-/// is taken.
-std::unique_ptr<launch::HostAgent> join_job_of_hosts(const RunOptions& options) {
+}  // namespace
+}  // namespace lockstep::tool
+
+/// Serves the registry by which hosts agree, too, where that is this host's to do.
+void* lockstep_hosts_join(const void* run_options) {
+  using namespace lockstep;
+  using namespace lockstep::tool;
+  const RunOptions& options = *static_cast<const RunOptions*>(run_options);
   const auto token = elastic::read_token(options.meeting.token_file, kTokenVariable).value_or("");
   elastic::RunnerOptions runner;
   runner.agent = agent_options(options);
@@ -146,21 +148,7 @@ std::unique_ptr<launch::HostAgent> join_job_of_hosts(const RunOptions& options) 
   runner.serve_store = [address = runner.agent.address] { return serve_workers_store(address); };
   runner.say = [](const std::string& text) { log_info("lockstep run: " + text); };
   auto registry = elastic::connect_registry(registry_options(options, token));
-  return elastic::run_agent(std::move(runner), std::move(registry));
-}
-
-}  // namespace
-}  // namespace lockstep::tool
-
-void* lockstep_hosts_join(const void* options, int* exit_code, char* error, size_t error_size) {
-  using namespace lockstep;
-  try {
-    return tool::join_job_of_hosts(*static_cast<const tool::RunOptions*>(options)).release();
-  } catch (const std::exception& failure) {
-    *exit_code = exit_code_of(failure);
-    std::snprintf(error, error_size, "%s", failure.what());
-    return nullptr;
-  }
+  return elastic::run_agent(std::move(runner), std::move(registry)).release();
 }
 
 void lockstep_hosts_leave(void* agent) {

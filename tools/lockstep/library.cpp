@@ -18,8 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kCli = "liblockstep_cli.so";
-constexpr const char* kHosts = "liblockstep_hosts.so";
+constexpr const char* kMissingBesideTrain = "`make build` builds it; `make train` does not need it";
 
 const std::string kVersion = LOCKSTEP_LIBTORCH_VERSION;  ///< "2.13": ABI differs between them.
 
@@ -117,36 +116,26 @@ Function* symbol(const char* name) {
 }  // namespace
 
 void* library_symbol(const char* name) {
-  return symbol_in(kCli, "the binary belongs into bin/ beside that folder", name);
+  return symbol_in("liblockstep_cli.so", "the binary belongs into bin/ beside that folder", name);
 }
 
 void* bench_symbol(const char* name) {
-  return symbol_in("liblockstep_bench.so", "`make build` builds it; `make train` does not need it",
-                   name);
+  return symbol_in("liblockstep_bench.so", kMissingBesideTrain, name);
 }
 
 std::shared_ptr<void> serve_store(int listen_fd) {
-  auto* host = symbol<void*(int, char*, size_t)>("lockstep_cli_host_store");
-  auto* release = symbol<void(void*)>("lockstep_cli_release_store");
-  char error[1024] = "";
-  void* store = host(listen_fd, error, sizeof error);
-  if (!store) throw CommError(std::string("cannot serve the store: ") + error);
-  return {store, release};
+  auto* host = symbol<decltype(lockstep_cli_host_store)>("lockstep_cli_host_store");
+  auto* release = symbol<decltype(lockstep_cli_release_store)>("lockstep_cli_release_store");
+  return {host(listen_fd), release};
 }
 
 std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options) {
   const auto find = [](const char* name) {
-    return symbol_in(kHosts, "`make build` builds it; `make train` does not need it", name);
+    return symbol_in("liblockstep_hosts.so", kMissingBesideTrain, name);
   };
-  auto* join =
-      reinterpret_cast<void* (*)(const void*, int*, char*, size_t)>(find("lockstep_hosts_join"));
-  auto* leave = reinterpret_cast<void (*)(void*)>(find("lockstep_hosts_leave"));
-  char error[1024] = "";
-  int exit_code = kExitFailure;
-  void* joined = join(&options, &exit_code, error, sizeof error);
-  if (!joined && exit_code == kExitUsage) throw UsageError(error);
-  if (!joined) throw CommError(std::string("cannot meet the other hosts: ") + error);
-  return {static_cast<launch::HostAgent*>(joined), leave};
+  auto* join = reinterpret_cast<decltype(&lockstep_hosts_join)>(find("lockstep_hosts_join"));
+  auto* leave = reinterpret_cast<decltype(&lockstep_hosts_leave)>(find("lockstep_hosts_leave"));
+  return {static_cast<launch::HostAgent*>(join(&options)), leave};
 }
 
 }  // namespace lockstep::tool

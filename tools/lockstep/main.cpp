@@ -63,18 +63,6 @@ std::string help_text() {
   return text;
 }
 
-/// lockstep.1.
-std::string man_page_of_all(const std::string& release) {
-  std::string text = man_head("lockstep", "distributed training for LibTorch", release) +
-                     ".SH SYNOPSIS\n\\fBlockstep\\fR COMMAND [FLAGS]\n.SH COMMANDS\n";
-  for (const auto& row : kCommands)
-    text += std::string(".TP\n\\fBlockstep\\-") + roff_text(row.name) + "\\fR(1)\n" +
-            roff_text(row.help) + "\n";
-  text += ".SH EXAMPLES\n";
-  for (const char* example : kExamples) text += man_example(example, "");
-  return text;
-}
-
 std::vector<std::string> words_for_suggestion() {
   std::vector<std::string> words;
   for (const auto& row : kCommands) words.push_back(row.name);
@@ -116,7 +104,7 @@ int dispatch(const std::vector<std::string>& given) {
     return kExitSuccess;
   }
   if (command.starts_with(kManPage)) {
-    print(man_page_of_all(command.substr(kManPage.size())));
+    print(man_page("lockstep", kAbout, help_text(), command.substr(kManPage.size())));
     return kExitSuccess;
   }
   if (command == "completion") {

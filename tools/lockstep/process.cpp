@@ -1,12 +1,9 @@
 #include "tools/lockstep/process.h"
 
 #include <fcntl.h>
-#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/signalfd.h>
-#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -24,7 +21,6 @@ namespace lockstep::tool {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using namespace std::chrono_literals;
 
 constexpr auto kTermGrace = std::chrono::seconds(2);
 constexpr timespec kPollInterval = {0, 1'000'000};
@@ -32,47 +28,29 @@ constexpr int kExecFailed = 127;
 
 struct Child {
   pid_t pid = -1;
-  UniqueFd end;  ///< Readable once it has ended; none before Linux 5.3.
   Clock::time_point started;
   bool running = false;
   std::filesystem::path out;
   std::filesystem::path err;
 };
 
+/// What a wait for children ends by.
 sigset_t interrupts() {
   sigset_t set;
   ::sigemptyset(&set);
-  for (const int signal_number : {SIGINT, SIGTERM, SIGHUP}) ::sigaddset(&set, signal_number);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP, SIGCHLD}) ::sigaddset(&set, number);
   return set;
 }
 
-/// Waits until a child ends, an interrupt comes or it is time. Without a look in between: that
-/// would take processor time from what is measured.
-class EndOrInterrupt {
- public:
-  EndOrInterrupt() {
-    const sigset_t set = interrupts();
-    signals_.reset(::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK));
-    if (!signals_) throw SystemError("cannot make a signalfd", errno);
-  }
-  /// The interrupt that came, or 0.
-  int wait(const std::vector<Child>& children, Clock::time_point until) const {
-    std::vector<pollfd> fds = {{signals_.get(), POLLIN, 0}};
-    auto patience = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now());
-    for (const auto& child : children) {
-      if (child.running && !child.end) patience = std::min(patience, kLook);
-      if (child.running) fds.push_back({child.end.get(), POLLIN, 0});
-    }
-    ::poll(fds.data(), fds.size(), static_cast<int>(std::clamp(patience, 0ms, kLongest).count()));
-    signalfd_siginfo seen{};
-    const bool interrupted = ::read(signals_.get(), &seen, sizeof seen) == sizeof seen;
-    return interrupted ? static_cast<int>(seen.ssi_signo) : 0;
-  }
-
- private:
-  static constexpr std::chrono::milliseconds kLook = 1ms, kLongest = 1h;
-  UniqueFd signals_;
-};
+/// Waits until a child ends or an interrupt comes, which it gives, else 0. Looks are rare: they
+/// would take processor time from what is measured. They are for a signal that another thread has
+/// taken.
+int wait_for_end() {
+  constexpr timespec kLook = {0, 100'000'000};
+  const sigset_t set = interrupts();
+  const int seen = ::sigtimedwait(&set, nullptr, &kLook);
+  return seen == SIGCHLD ? 0 : std::max(seen, 0);
+}
 
 std::vector<std::string> child_environment(const std::map<std::string, std::string>& changes) {
   std::vector<std::string> variables;
@@ -129,7 +107,6 @@ Child start(const ProcessSpec& spec, const std::filesystem::path& folder, size_t
     ::_exit(kExecFailed);
   }
   child.running = true;
-  child.end.reset(static_cast<int>(syscall(SYS_pidfd_open, child.pid, 0)));
   return child;
 }
 
@@ -206,6 +183,7 @@ OrderlyInterrupts::~OrderlyInterrupts() {
 
 std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
                                          std::chrono::milliseconds timeout) {
+  const OrderlyInterrupts signals_wait;
   const TemporaryDirectory folder("lockstep-bench");
   std::vector<ProcessResult> results(specs.size());
   std::vector<Child> children;
@@ -216,12 +194,10 @@ std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
       children.push_back(start(specs[i], folder.path(), i));
     }
     const auto deadline = Clock::now() + timeout;
-    const EndOrInterrupt wait;
     while (stop.poll() && !one_failed(children, results)) {
       timed_out = Clock::now() > deadline;
       if (timed_out) break;
-      if (const int signal_number = wait.wait(children, deadline))
-        throw InterruptedError(signal_number);
+      if (const int signal_number = wait_for_end()) throw InterruptedError(signal_number);
     }
   }
   for (size_t i = 0; i < specs.size(); ++i) {

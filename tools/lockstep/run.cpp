@@ -1,6 +1,5 @@
 #include "commands.h"
 
-#include <termios.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -212,34 +211,6 @@ launch::RankLayout layout_of(const RunOptions& options, const launch::HostGenera
   return layout;
 }
 
-/// Puts the terminal's settings back at the end: a rank that was killed at a prompt leaves it
-/// without echo. In the background it is somebody else's.
-class TerminalSettings {
- public:
-  TerminalSettings() : saved_(is_foreground() && tcgetattr(STDIN_FILENO, &before_) == 0) {}
-  ~TerminalSettings() {
-    if (saved_ && is_foreground()) tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
-  }
-  /// When the job is stopped: the shell gets its settings, the rank later its own again.
-  void lend() {
-    rank_has_.reset();
-    termios now{};
-    if (!saved_ || !is_foreground() || tcgetattr(STDIN_FILENO, &now) != 0) return;
-    rank_has_ = now;
-    tcsetattr(STDIN_FILENO, TCSADRAIN, &before_);
-  }
-  void take_back() {
-    if (rank_has_ && is_foreground()) tcsetattr(STDIN_FILENO, TCSADRAIN, &*rank_has_);
-  }
-  TerminalSettings(const TerminalSettings&) = delete;
-  TerminalSettings& operator=(const TerminalSettings&) = delete;
-
- private:
-  termios before_{};
-  std::optional<termios> rank_has_;
-  bool saved_;
-};
-
 std::vector<launch::Binding> bindings_of(const RunOptions& options) {
   const auto topology = launch::read_topology();
   std::vector<launch::Binding> bindings;
@@ -332,14 +303,11 @@ int run_command(const std::vector<std::string>& args) {
   LogFolders logs(*options);
   // Here, as the environment must not change once there are threads.
   launch::choose_omp_waiting();
-  TerminalSettings terminal;
   EventLog events(*options);
   const auto plan_of = [&](const launch::RankLayout& layout) {
     events.begin(layout);
     auto plan = launch_plan(*options, layout, program, logs, bindings);
     plan.on_worker = [&](const launch::WorkerEvent& worker) { events.tell(worker); };
-    plan.at_stop = [&] { terminal.lend(); };
-    plan.at_continue = [&] { terminal.take_back(); };
     return plan;
   };
   try {

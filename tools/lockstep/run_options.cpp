@@ -38,8 +38,6 @@ constexpr NoEffect kNoEffect[] = {
 
 /// What the flags say, before it is made sense of.
 struct RawFlags {
-  std::string nproc = "1";
-  std::string nodes = "1";
   std::string rdzv_backend = "static";
   std::string rdzv_endpoint;
   std::string rdzv_conf;
@@ -48,8 +46,6 @@ struct RawFlags {
   std::optional<std::string> rdzv_id;
   std::optional<std::string> master_addr;
   std::optional<int> master_port;
-  std::string redirects = "0";
-  std::string tee = "0";
   std::string filter;
   std::string signals = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
   std::optional<double> shutdown_timeout;
@@ -58,10 +54,51 @@ struct RawFlags {
   bool no_python = false;
   bool run_path = false;
   bool use_env = false;
-  std::string out_filters;
-  std::string err_filters;
   std::optional<std::string> numa_binding;
 };
+
+int parse_nproc(const std::string& text) {
+  if (const auto number = parse_int(text)) {
+    if (*number >= 1 && *number <= 4096) return static_cast<int>(*number);
+    throw UsageError("--nproc-per-node: " + text + " is not from 1 to 4096");
+  }
+  const int gpus = count_gpus();
+  if (text == "cpu" || (text == "auto" && gpus == 0)) return usable_processors();
+  if (text == "auto" || (text == "gpu" && gpus > 0)) return gpus;
+  if (text == "gpu") {
+    throw UsageError("--nproc-per-node gpu: no GPU was found",
+                     "give a number, or cpu; CUDA_VISIBLE_DEVICES may hide GPUs");
+  }
+  throw UsageError("--nproc-per-node: '" + text + "' is neither a number nor auto, cpu or gpu");
+}
+
+/// "2", or "1:4".
+void take_nodes(const std::string& text, RunOptions& options) {
+  const auto parts = split(text, ':');
+  const auto first = parse_int(parts[0]);
+  const auto last = parse_int(parts.back());
+  if (parts.size() > 2 || !first || !last || *first < 1 || *last < *first || *last > 100'000) {
+    throw UsageError("--nnodes: '" + text + "' is not a number of hosts, nor MIN:MAX");
+  }
+  options.min_nodes = static_cast<int>(*first);
+  options.nodes = static_cast<int>(*last);
+}
+
+/// "a,b,,c" as "a" and "b,c".
+std::vector<std::string> parse_words(const std::string& text) {
+  std::vector<std::string> words(1);
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (text[i] != ',') {
+      words.back() += text[i];
+    } else if (i + 1 < text.size() && text[i + 1] == ',') {
+      words.back() += text[i++];
+    } else {
+      words.emplace_back();
+    }
+  }
+  std::erase(words, "");
+  return words;
+}
 
 void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.example("lockstep run --nproc-per-node 2 ./mnist_distributed --epochs 3");
@@ -79,14 +116,13 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.also_called("--master-addr", {"--main-process-ip"});
   cli.also_called("--master-port", {"--main-process-port"});
   cli.group("Processes");
-  cli.option("--nproc-per-node", raw.nproc,
-             "Ranks on this host: a number, cpu, gpu, or auto (a "
-             "rank a GPU, else a rank a CPU)",
-             "N");
-  cli.option("--nnodes", raw.nodes,
+  cli.custom("--nproc-per-node", "N",
+             "Ranks on this host: a number, cpu, gpu, or auto (a rank a GPU, else a rank a CPU)",
+             "1", [&](const std::string& text) { options.nproc = parse_nproc(text); });
+  cli.custom("--nnodes", "N",
              "Hosts. MIN:MAX lets hosts join and leave while the job runs, which counts as no "
              "restart: see --max-restarts for what ranks do then",
-             "N");
+             "1", [&](const std::string& text) { take_nodes(text, options); });
   cli.option("--node-rank", options.node_rank,
              "This host's number, from 0; needed by the static meeting only", {0, 1e6});
   cli.option("--master-addr", raw.master_addr,
@@ -144,19 +180,23 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "Keep logs and error files in "
              "DIR/<run id>_<random>/attempt_N/<local rank>",
              "DIR");
-  cli.option("-r,--redirects", raw.redirects,
-             "Into files only: 0 nothing, 1 standard output, 2 "
-             "standard error, 3 both; or by local rank, 0:3,1:1",
-             "STREAMS");
-  cli.option("-t,--tee", raw.tee, "Into files and shown", "STREAMS");
+  const auto streams = [](const char* flag, StreamMap& map) {
+    return [flag, &map](const std::string& text) { map = StreamMap::parse(flag, text); };
+  };
+  cli.custom("-r,--redirects", "STREAMS",
+             "Into files only: 0 nothing, 1 standard output, 2 standard error, 3 both; or by local "
+             "rank, 0:3,1:1",
+             "0", streams("--redirects", options.redirects));
+  cli.custom("-t,--tee", "STREAMS", "Into files and shown", "0", streams("--tee", options.tee));
   cli.option("--local-ranks-filter", raw.filter, "Show the output of these local ranks only",
              "R1,R2");
-  cli.option("--duplicate-stdout-filters", raw.out_filters,
+  cli.custom("--duplicate-stdout-filters", "A,B",
              "Lines of standard output that contain one of these words go into "
              "attempt_N/filtered_stdout.log as well; ,, is a comma",
-             "A,B");
-  cli.option("--duplicate-stderr-filters", raw.err_filters,
-             "The same for standard error and filtered_stderr.log", "A,B");
+             "", [&](const std::string& text) { options.out_filters = parse_words(text); });
+  cli.custom("--duplicate-stderr-filters", "A,B",
+             "The same for standard error and filtered_stderr.log", "",
+             [&](const std::string& text) { options.err_filters = parse_words(text); });
   cli.choice(
       "--event-log-handler", options.event_log, {"null", "console"},
       "console: a line of JSON on standard error, as torchrun's, when a worker starts or ends or "
@@ -181,69 +221,6 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
                                        " has no effect here: " + known.why);
     });
   }
-}
-
-/// torchrun reads each flag's default from PET_NAME; schedulers set those.
-std::string variable_of(const std::string& flag) {
-  std::string variable = "PET_" + flag.substr(2);
-  for (char& c : variable) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
-  return variable;
-}
-
-/// In a catch block: the error of a value that comes from the environment names the variable, as
-/// nobody has typed the flag.
-[[noreturn]] void rethrow_naming_variable(const UsageError& error, const Cli& cli) {
-  const std::string text = error.what();
-  for (const auto& flag : cli.long_names()) {
-    const auto value = env_string(variable_of(flag));
-    const bool about = text.starts_with(flag + ":") || text.starts_with(flag + " ");
-    if (value && about && text.find(*value) != std::string::npos) {
-      throw UsageError("environment variable " + variable_of(flag) + ", the default of " + text);
-    }
-  }
-  throw;
-}
-
-std::vector<std::string> flags_from_environment(const Cli& cli) {
-  std::vector<std::string> args;
-  for (const auto& name : cli.long_names()) {
-    const std::string variable = variable_of(name);
-    const auto value = env_string(variable);
-    if (!value) continue;
-    const std::array flags = {"--standalone", "--module",  "--no-python",         "--run-path",
-                              "--no-prefix",  "--use-env", "--virtual-local-rank"};
-    const bool is_flag = std::find(flags.begin(), flags.end(), name) != flags.end();
-    if (!is_flag) args.push_back(name + "=" + *value);
-    if (is_flag && env_flag(variable)) args.push_back(name);
-  }
-  return args;
-}
-
-int parse_nproc(const std::string& text) {
-  if (const auto number = parse_int(text)) {
-    if (*number >= 1 && *number <= 4096) return static_cast<int>(*number);
-    throw UsageError("--nproc-per-node: " + text + " is not from 1 to 4096");
-  }
-  const int gpus = count_gpus();
-  if (text == "cpu" || (text == "auto" && gpus == 0)) return usable_processors();
-  if (text == "auto" || (text == "gpu" && gpus > 0)) return gpus;
-  if (text == "gpu") {
-    throw UsageError("--nproc-per-node gpu: no GPU was found",
-                     "give a number, or cpu; CUDA_VISIBLE_DEVICES may hide GPUs");
-  }
-  throw UsageError("--nproc-per-node: '" + text + "' is neither a number nor auto, cpu or gpu");
-}
-
-/// "2", or "1:4".
-void take_nodes(const std::string& text, RunOptions& options) {
-  const auto parts = split(text, ':');
-  const auto first = parse_int(parts[0]);
-  const auto last = parse_int(parts.back());
-  if (parts.size() > 2 || !first || !last || *first < 1 || *last < *first || *last > 100'000) {
-    throw UsageError("--nnodes: '" + text + "' is not a number of hosts, nor MIN:MAX");
-  }
-  options.min_nodes = static_cast<int>(*first);
-  options.nodes = static_cast<int>(*last);
 }
 
 uint16_t parse_port(const std::string& flag, const std::string& text) {
@@ -341,9 +318,10 @@ void take_address(const RawFlags& raw, RunOptions& options) {
   const bool fixed = options.meeting.backend == MeetingOptions::Backend::fixed;
   const bool placeless = raw.rdzv_endpoint.empty() && !raw.master_addr;
   if (options.nodes > 1 && fixed && placeless && !options.node_rank)
-    throw UsageError("--nnodes " + raw.nodes + ": each host would take itself for host 0",
-                     "give each its number by --node-rank, from 0, and all the address of host 0 "
-                     "by --master-addr");
+    throw UsageError(
+        "--nnodes " + std::to_string(options.nodes) + ": each host would take itself for host 0",
+        "give each its number by --node-rank, from 0, and all the address of host 0 "
+        "by --master-addr");
   if (options.nodes > 1 && !fixed && placeless)
     throw UsageError(
         "--rdzv-backend c10d: --rdzv-endpoint is missing",
@@ -361,8 +339,8 @@ void resolve_meeting(const RawFlags& raw, RunOptions& options) {
   take_conf(raw.rdzv_conf, meeting, protocol);
   if (raw.standalone) {
     options.node_rank = 0;
+    options.min_nodes = options.nodes = 1;
   } else {
-    take_nodes(raw.nodes, options);
     if (raw.rdzv_backend == "c10d") meeting.backend = Backend::embedded;
     if (raw.rdzv_backend.starts_with("etcd")) meeting.backend = Backend::etcd;
     check_node_rank(options);
@@ -419,22 +397,6 @@ std::vector<int> parse_signals(const std::string& text) {
   return signals;
 }
 
-/// "a,b,,c" as "a" and "b,c".
-std::vector<std::string> parse_words(const std::string& text) {
-  std::vector<std::string> words(1);
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (text[i] != ',') {
-      words.back() += text[i];
-    } else if (i + 1 < text.size() && text[i + 1] == ',') {
-      words.back() += text[i++];
-    } else {
-      words.emplace_back();
-    }
-  }
-  std::erase(words, "");
-  return words;
-}
-
 /// The word of --bind-to for torchrun's.
 void resolve_binding(const RawFlags& raw, bool bind_to_given, RunOptions& options) {
   if (!raw.numa_binding) return;
@@ -460,10 +422,6 @@ launch::ProgramKind program_kind(const RawFlags& raw) {
 }
 
 void resolve_output(const RawFlags& raw, RunOptions& options) {
-  options.out_filters = parse_words(raw.out_filters);
-  options.err_filters = parse_words(raw.err_filters);
-  options.redirects = StreamMap::parse("--redirects", raw.redirects);
-  options.tee = StreamMap::parse("--tee", raw.tee);
   for (const auto* map : {&options.redirects, &options.tee}) {
     if (map->largest() >= options.nproc) {
       throw UsageError(std::string(map == &options.tee ? "--tee" : "--redirects") +
@@ -476,7 +434,6 @@ void resolve_output(const RawFlags& raw, RunOptions& options) {
 
 /// Makes sense of the flags.
 void resolve(const RawFlags& raw, const Cli& cli, RunOptions& options) {
-  options.nproc = parse_nproc(raw.nproc);
   resolve_meeting(raw, options);
   resolve_output(raw, options);
   options.signals = parse_signals(raw.signals);
@@ -541,14 +498,9 @@ std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args
   declare(cli, raw, options);
   cli.trailing("PROGRAM [ARGS...]", options.program,
                "What every rank executes; a *.py that is not executable is given to python3 -u");
-  auto all = flags_from_environment(cli);
-  all.insert(all.end(), args.begin(), args.end());
-  try {
-    if (!cli.parse(all)) return std::nullopt;
-    resolve(raw, cli, options);
-  } catch (const UsageError& error) {
-    rethrow_naming_variable(error, cli);
-  }
+  cli.defaults_from_environment("PET_");  // Schedulers for torchrun set these.
+  if (!cli.parse(args)) return std::nullopt;
+  resolve(raw, cli, options);
   return options;
 }
 

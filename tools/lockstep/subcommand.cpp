@@ -30,17 +30,6 @@ using Words = std::vector<std::string>;
 /// Four times the largest of the files.
 constexpr uint64_t kMost = 200'000'000;
 
-/// What a flag is given, as "--flag value" or "--flag=value"; the last one counts.
-std::optional<std::string> value_of(const Words& words, const std::string& flag) {
-  std::optional<std::string> value;
-  for (size_t i = 0; i < words.size(); ++i) {
-    const std::string word = with_dashes(words[i]);
-    if (word == flag && i + 1 < words.size()) value = words[i + 1];
-    if (word.starts_with(flag + "=")) value = word.substr(flag.size() + 1);
-  }
-  return value;
-}
-
 bool has(const Words& words, const std::string& word) {
   return std::find(words.begin(), words.end(), word) != words.end();
 }
@@ -48,11 +37,12 @@ bool has(const Words& words, const std::string& word) {
 /// Of the data set of `train` and `eval` that name mnist or fashion-mnist and no --config.
 std::vector<fs::path> packed_files(const Words& words) {
   const bool reads = !words.empty() && (words[0] == "train" || words[0] == "eval");
-  if (!reads || has(words, "--help") || has(words, "-h") || value_of(words, "--config")) return {};
-  const MnistLike* source = mnist_like(value_of(words, "--dataset").value_or(""));
+  if (!reads || has(words, "--help") || has(words, "-h") || value_of_flag(words, "--config"))
+    return {};
+  const MnistLike* source = mnist_like(value_of_flag(words, "--dataset").value_or(""));
   if (!source) return {};
   const auto found =
-      find_mnist(data_dir_or_default(value_of(words, "--data-dir").value_or("")), *source);
+      find_mnist(data_dir_or_default(value_of_flag(words, "--data-dir").value_or("")), *source);
   if (!found.complete()) return {};
   std::vector<fs::path> packed;
   for (const auto& path : found.paths)

@@ -7,7 +7,6 @@
 #include <cstdio>
 
 #include "lockstep/amp/precision.h"
-#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -230,14 +229,6 @@ BenchRow report_of(const BenchRunner& runner, const std::string& name, const Ben
   return {{"benchmark", name}, {"context", context}, {"results", rows}};
 }
 
-/// All are started by a BenchRunner.
-void refuse_under_mpirun() {
-  if (env_int("OMPI_COMM_WORLD_SIZE").value_or(1) == 1) return;
-  throw UsageError("lockstep bench starts its ranks itself, and with --backend mpi by mpirun",
-                   "run it without mpirun: lockstep bench allreduce --backend mpi --devices " +
-                       *env_string("OMPI_COMM_WORLD_SIZE"));
-}
-
 }  // namespace
 
 void bench_progress(const std::string& text) {
@@ -425,7 +416,6 @@ void explain(const std::vector<std::string>& args) {
 int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
   const auto options = parse_bench(bench, args);
   if (!options) return 0;
-  refuse_under_mpirun();
 
   const OrderlyInterrupts orderly_interrupts;
   BenchRunner runner(*options);
@@ -439,14 +429,9 @@ int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
 
 int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return run_worker(args[1]);
-  const auto names = bench_names();
-  for (size_t i = 0; i < args.size(); ++i) {
-    const std::string name = args[i] == "all-reduce" ? "allreduce" : args[i];
-    if (std::find(names.begin(), names.end(), name) == names.end()) continue;
-    auto rest = args;
-    rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(i));
-    return run_benchmark(bench_named(name), rest);
-  }
+  for (const auto& bench : benches())
+    if (!args.empty() && args[0] == bench.name)
+      return run_benchmark(bench, {args.begin() + 1, args.end()});
   explain(args);
   return 0;
 }

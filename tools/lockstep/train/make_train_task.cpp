@@ -32,11 +32,6 @@ void set_up_process(const RunConfig& config) {
   }
 }
 
-/// What torch.manual_seed does: every default generator.
-void seed_everything(uint64_t seed) {
-  at::manual_seed(seed);
-}
-
 OptimizerFactory optimizer_of(const RunConfig& wanted) {
   const RunConfig config = resolved(wanted);
   OptimizerOptions options;
@@ -122,7 +117,7 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   const ModelInfo info = model_info(config.model, source.num_classes());
   check_output_fits(info, made.train.empty() ? made.validation.front() : made.train.front(),
                     source);
-  seed_everything(config.seed);
+  at::manual_seed(config.seed);
   const auto model = make_model(config.model, source.num_classes());
   const bool training = !made.train.empty();
   if (!config.load_weights.empty())

@@ -21,12 +21,12 @@ int sharers(const JobEnvironment& job, int local_size) {
 
 }  // namespace
 
-ThreadChoice choose_threads(const ThreadRequest& request) {
-  if (request.asked) return {static_cast<int>(*request.asked), "--threads"};
-  if (request.omp) return {static_cast<int>(*request.omp), "OMP_NUM_THREADS"};
-  return {std::max(1, request.cores / std::max(1, request.local_size)),
-          counted(request.cores, "core") + ", " + counted(request.local_size, "rank") +
-              "; fewer for small models"};
+ThreadChoice choose_threads(std::optional<int64_t> asked, std::optional<int64_t> omp, int cores,
+                            int ranks) {
+  if (asked) return {static_cast<int>(*asked), "--threads"};
+  if (omp) return {static_cast<int>(*omp), "OMP_NUM_THREADS"};
+  return {std::max(1, cores / std::max(1, ranks)),
+          counted(cores, "core") + ", " + counted(ranks, "rank") + "; fewer for small models"};
 }
 
 int ranks_for(int cores) {
@@ -39,22 +39,15 @@ Placement choose_placement(std::optional<int64_t> threads, const std::string& bi
                            const JobEnvironment& job) {
   const bool known = job.local_size > 0 || job.single_host || job.world_size == 1;
   const int local_size = job.local_size > 0 ? job.local_size : job.world_size;
-  ThreadRequest request;
-  request.asked = threads;
-  request.omp = users_omp_threads();
-  request.cores = usable_cores();
-  request.local_size = sharers(job, local_size);
   Placement placement;
-  placement.threads = choose_threads(request);
+  placement.threads =
+      choose_threads(threads, users_omp_threads(), usable_cores(), sharers(job, local_size));
   if (!known && bind_to == "auto") {
     placement.binding.reason = "none: the launcher does not say how many ranks this host has";
     return placement;
   }
-  launch::BindingRequest binding;
-  binding.word = bind_to;
-  binding.local_rank = job.local_rank >= 0 ? job.local_rank : job.rank;
-  binding.local_size = local_size;
-  placement.binding = launch::choose_binding(binding);
+  const int local_rank = job.local_rank >= 0 ? job.local_rank : job.rank;
+  placement.binding = launch::choose_binding({bind_to, local_rank, local_size});
   return placement;
 }
 

@@ -9,24 +9,18 @@
 
 namespace lockstep {
 
-/// What a number of threads depends on.
-struct ThreadRequest {
-  std::optional<int64_t> asked;  ///< --threads.
-  std::optional<int64_t> omp;    ///< See users_omp_threads.
-  /// Whole cores that this process may use, within the container's quota. A second hardware thread
-  /// of a core does not count, as it adds little to arithmetic.
-  int cores = 1;
-  int local_size = 1;  ///< Ranks that share them.
-};
-
 struct ThreadChoice {
   int threads = 1;
   std::string reason;  ///< "--threads", "2 cores, 1 rank", ...
 };
 
-/// LibTorch's threads for the operations of a rank: what was asked for, else OMP_NUM_THREADS, else
-/// the cores in equal parts, at least 1.
-ThreadChoice choose_threads(const ThreadRequest& request);
+/// LibTorch's threads for the operations of a rank: what was asked for by --threads, else by
+/// OMP_NUM_THREADS (see users_omp_threads), else the cores in equal parts for so many ranks, at
+/// least
+/// 1. `cores` are whole ones that this process may use, within the container's quota. A second
+/// hardware thread of a core does not count, as it adds little to arithmetic.
+ThreadChoice choose_threads(std::optional<int64_t> asked, std::optional<int64_t> omp, int cores,
+                            int ranks);
 
 /// How many ranks --devices auto starts on a host without GPUs: one for each core, but at most 8.
 /// Where there are more cores each rank gets the same number of them, and threads use it. More

@@ -16,28 +16,18 @@ namespace placement_test {
 
 using ::testing::HasSubstr;
 
-ThreadRequest eight_cores(int ranks) {
-  ThreadRequest request;
-  request.cores = 8;
-  request.local_size = ranks;
-  return request;
-}
-
 TEST(Threads, CoresAreSharedByTheRanks) {
-  EXPECT_EQ(choose_threads(eight_cores(1)).threads, 8);
-  EXPECT_EQ(choose_threads(eight_cores(3)).threads, 2);
-  EXPECT_EQ(choose_threads(eight_cores(20)).threads, 1);
-  EXPECT_EQ(choose_threads(eight_cores(1)).reason, "8 cores, 1 rank; fewer for small models");
+  EXPECT_EQ(choose_threads({}, {}, 8, 1).threads, 8);
+  EXPECT_EQ(choose_threads({}, {}, 8, 3).threads, 2);
+  EXPECT_EQ(choose_threads({}, {}, 8, 20).threads, 1);
+  EXPECT_EQ(choose_threads({}, {}, 8, 1).reason, "8 cores, 1 rank; fewer for small models");
 }
 
 TEST(Threads, WhatIsAskedForWins) {
-  auto request = eight_cores(2);
-  request.omp = 3;
-  EXPECT_EQ(choose_threads(request).threads, 3);
-  EXPECT_EQ(choose_threads(request).reason, "OMP_NUM_THREADS");
-  request.asked = 5;
-  EXPECT_EQ(choose_threads(request).threads, 5);
-  EXPECT_EQ(choose_threads(request).reason, "--threads");
+  EXPECT_EQ(choose_threads({}, 3, 8, 2).threads, 3);
+  EXPECT_EQ(choose_threads({}, 3, 8, 2).reason, "OMP_NUM_THREADS");
+  EXPECT_EQ(choose_threads(5, 3, 8, 2).threads, 5);
+  EXPECT_EQ(choose_threads(5, 3, 8, 2).reason, "--threads");
 }
 
 class InEnvironment : public ::testing::Test {

@@ -3,8 +3,7 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
-#include <array>
-#include <charconv>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "lockstep/amp/precision.h"
@@ -144,33 +143,18 @@ toml::table parsed(const std::filesystem::path& path) {
   }
 }
 
-/// The shortest text that keeps every bit. TOML wants a point or an exponent in a number that is
-/// not whole.
-std::string number_text(double value) {
-  std::array<char, 32> digits{};
-  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), value).ptr;
-  std::string text(digits.data(), end);
-  if (text.find_first_of(".en") == std::string::npos) text += ".0";
-  return text;
-}
-
-std::string toml_text(const std::string& value) {
-  std::ostringstream text;
-  text << toml::value<std::string>(value);
-  return text.str();
-}
-std::string toml_text(bool value) {
-  return value ? "true" : "false";
-}
-std::string toml_text(int64_t value) {
-  return std::to_string(value);
-}
-// TOML's whole numbers have a sign; the upper half of a seed's range becomes negative.
-std::string toml_text(uint64_t value) {
-  return std::to_string(static_cast<int64_t>(value));
-}
-std::string toml_text(double value) {
-  return number_text(value);
+template <class T>
+std::string toml_text(const T& value) {
+  if constexpr (std::is_same_v<T, std::string>) {
+    std::ostringstream text;
+    text << toml::value(value);
+    return text.str();
+  } else if constexpr (std::is_same_v<T, uint64_t>) {
+    // TOML's whole numbers have a sign; the upper half of a seed's range becomes negative.
+    return std::to_string(static_cast<int64_t>(value));
+  } else {
+    return nlohmann::json(value).dump();  // Of numbers, true and false it is TOML, too.
+  }
 }
 template <class T>
 std::string toml_text(const std::optional<T>& value) {

@@ -22,7 +22,8 @@ void add_examples(Cli& cli) {
 
 int train_command(const std::vector<std::string>& args) {
   RunConfig config;
-  std::string config_file = config_file_in(args);
+  // Read before the flags, which win.
+  std::string config_file = value_of_flag(args, "--config").value_or("");
   if (!config_file.empty()) read_config(config_file, config);
   Cli cli("lockstep train", "Trains a model over several processes.");
   add_examples(cli);

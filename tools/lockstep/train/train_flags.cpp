@@ -101,15 +101,6 @@ void tell_of_ignored_devices(const RunConfig& config, const JobEnvironment& job)
               ". Where no launcher has started it, unset them (RANK, WORLD_SIZE, ...)");
 }
 
-/// Who waits shall know what for: each rank sets up its share of the group and reads the data.
-void tell_crowd(const RunConfig& config) {
-  constexpr int64_t kWorthTelling = 8;  // A processor starts so many in a few seconds.
-  const int processors = usable_processors();
-  if (config.quiet || config.devices <= kWorthTelling * processors) return;
-  log_info("starting " + counted(config.devices, "rank") + ", which share " +
-           counted(processors, "processor") + ": it takes a while until all have come");
-}
-
 /// CUDA does not survive a fork.
 bool is_on_cpu(const RunConfig& config) {
   return config.accelerator == "cpu" || !at::hasCUDA();
@@ -149,17 +140,6 @@ std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
   return sizes;
 }
 
-/// With --min-ranks ranks go on as fewer, but not as any number with a batch that is given.
-void warn_of_sizes(const RunConfig& config) {
-  const auto ranks = static_cast<int>(config.devices);
-  const auto sizes = sizes_to_go_on_with(config, ranks);  // It checks.
-  if (!config.min_ranks || *config.min_ranks == ranks || sizes.contains(ranks - 1)) return;
-  log_warning("--min-ranks: " + counted(ranks - 1, "rank") +
-              " cannot go on, as they do not divide --global-batch-size " +
-              std::to_string(config.global_batch_size.value_or(0)) +
-              ": a failure without a restart that is left ends the job");
-}
-
 /// True in the parent, when all ranks are done.
 bool spawn_ranks(const RunConfig& config, const std::string& command,
                  const std::function<int()>& again) {
@@ -168,9 +148,8 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   if (job.started_as_rank()) {
     tell_of_ignored_devices(config, job);
   } else {
-    warn_of_sizes(config);
+    sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
     check_files(config);
-    tell_crowd(config);
   }
   launch::SpawnCall call;
   call.name = command;
@@ -235,8 +214,7 @@ int64_t devices_here(const RunConfig& config) {
   const JobEnvironment job = read_job_environment();
   if (job.started_as_rank()) return job.local_size > 0 ? job.local_size : job.world_size;
   if (config.strategy == "dp") return 1;  // One process uses them all.
-  const bool may_use_cuda = config.accelerator != "cpu" && at::hasCUDA();
-  const auto gpus = may_use_cuda ? static_cast<int64_t>(at::getNumGPUs()) : 0;
+  const auto gpus = config.accelerator == "cpu" ? 0 : static_cast<int64_t>(at::getNumGPUs());
   return gpus > 0 ? gpus : ranks_for(usable_cores());
 }
 
@@ -294,15 +272,6 @@ int run_ranks(const RunConfig& config, const std::string& command,
     throw;
   }
   return 0;
-}
-
-std::string config_file_in(const std::vector<std::string>& args) {
-  std::string file;
-  for (size_t i = 0; i < args.size(); ++i) {
-    if (args[i] == "--config" && i + 1 < args.size()) file = args[i + 1];
-    if (args[i].starts_with("--config=")) file = args[i].substr(9);
-  }
-  return file;
 }
 
 }  // namespace lockstep::tool

@@ -22,10 +22,6 @@ void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& grou
 /// Puts a number in the place of --devices auto, and checks the configuration: check_config.
 void finish_config(RunConfig& config);
 
-/// The file that --config names in `args`. Empty when there is none. Read before the flags, which
-/// win.
-std::string config_file_in(const std::vector<std::string>& args);
-
 /// Where ranks that live on may have lost a part of the state with another one, they go on from a
 /// snapshot: asks for some if `config` asks for none.
 void choose_snapshots(RunConfig& config);

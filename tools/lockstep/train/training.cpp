@@ -35,10 +35,6 @@ namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
-int64_t cuda_devices() {
-  return at::hasCUDA() ? static_cast<int64_t>(at::getNumGPUs()) : 0;
-}
-
 OnNan policy_of(const std::string& word) {
   if (word == "skip") return OnNan::skip;
   return word == "proceed" ? OnNan::proceed : OnNan::stop;
@@ -329,13 +325,14 @@ InitOptions init_options(const RunConfig& config) {
                          " a run computes on the CPU",
                      "leave --backend out, or use --accelerator cpu");
   }
-  if (wants_cuda && cuda_devices() == 0) {
+  const int64_t cuda_devices = wants_cuda ? static_cast<int64_t>(at::getNumGPUs()) : 0;
+  if (wants_cuda && cuda_devices == 0) {
     throw UsageError("--accelerator " + config.accelerator + ": there is no CUDA device here",
                      "use --accelerator cpu, or a LibTorch with CUDA and a driver that works");
   }
-  if (wants_cuda && config.devices > cuda_devices()) {
+  if (wants_cuda && config.devices > cuda_devices) {
     throw UsageError("--devices " + std::to_string(config.devices) + ": this host has only " +
-                     std::to_string(cuda_devices()) + " CUDA devices");
+                     std::to_string(cuda_devices) + " CUDA devices");
   }
   if (config.accelerator == "cpu" && config.backend == "nccl") {
     throw UsageError("--backend nccl needs CUDA devices; --accelerator is cpu",
