@@ -13,7 +13,6 @@
 #include "lockstep/rpc/guarded_agent.h"
 #include "lockstep/rpc/remote_failure.h"
 #include "lockstep/rpc/rpc_worker.h"
-#include "lockstep/rpc/wire_call.h"
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -93,9 +92,7 @@ std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
     state->fail(decode_failure(error, what, types, has_ended(context)));
   };
   try {
-    WireCall call(signature.name, signature.hash, HandlerThreads::depth() + 1,
-                  std::move(arguments));
-    native::ScriptCall message(carrier(), std::move(call).stack());
+    native::ScriptCall message(carrier(), packed_call(signature, std::move(arguments)));
     torch::distributed::autograd::sendMessageWithAutograd(
         *worker.agent(), to, std::move(message).toMessage(),
         /*forceGradRecording=*/true, seconds_of(timeout))
@@ -201,11 +198,9 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
   const std::string text = what(signature, to.worker);
   checked_limit(text + ": the time-out", to.timeout);
   auto counted = count_call(worker, text, to.timeout);
-  std::vector<at::IValue> stack =
-      WireCall(signature.name, signature.hash, HandlerThreads::depth() + 1, std::move(arguments))
-          .stack();
+  auto call = packed_call(signature, std::move(arguments));
   const auto send = [&](const native::RRefId& rref, const native::ForkId& fork) {
-    native::ScriptRemoteCall message(carrier(), std::move(stack), rref, fork,
+    native::ScriptRemoteCall message(carrier(), std::move(call), rref, fork,
                                      /*isAsyncExecution=*/false);
     return torch::distributed::autograd::sendMessageWithAutograd(
         *worker->agent(), info, std::move(message).toMessage(),

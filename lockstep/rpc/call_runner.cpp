@@ -9,7 +9,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/words.h"
-#include "lockstep/rpc/function.h"
 #include "lockstep/rpc/handler_threads.h"
 #include "lockstep/rpc/remote_failure.h"
 
@@ -70,13 +69,22 @@ std::vector<std::string> CallRunner::running() const {
   return {sorted.begin(), sorted.end()};
 }
 
-std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
-  std::string name = std::move(call.name);
+std::vector<at::IValue> packed_call(const Signature& function, std::vector<at::IValue> arguments) {
+  std::vector<at::IValue> call{function.name, function.hash};
+  call.insert(call.end(), std::make_move_iterator(arguments.begin()),
+              std::make_move_iterator(arguments.end()));
+  return call;
+}
+
+std::optional<CallOutcome> CallRunner::run(std::vector<at::IValue> call, Done done) const {
+  std::string name = "?";
   try {
-    Served served = begin(call);
-    const HandlerThreads::HandlerScope scope(call.depth);
+    if (call.size() < 2 || !call[0].isString() || !call[1].isInt())
+      throw DataError("rpc: a call came that is none of ours");
+    name = call[0].toStringRef();
+    const HandlerThreads::HandlerScope scope;
     const Registered& function = registered(name);
-    if (function.signature.hash != call.types_hash) {
+    if (function.signature.hash != call[1].toInt()) {
       return CallOutcome{{}, encode_mismatch(name, worker_, function.signature.types)};
     }
     std::unique_lock lock(mutex_);
@@ -87,10 +95,10 @@ std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
       running_.erase(place);
       lock.unlock();
     });
-    HandlerResult result = function.handler(call.arguments);
+    call.erase(call.begin(), call.begin() + 2);
+    HandlerResult result = function.handler(call);
     if (!result.later) return CallOutcome{std::move(result.value), std::nullopt};
-    result.later->when_done([worker = worker_, name, served = std::move(served),
-                             done = std::move(done),
+    result.later->when_done([worker = worker_, name, done = std::move(done),
                              state = std::weak_ptr(result.later)]() mutable {
       CallOutcome outcome;
       try {
@@ -98,28 +106,12 @@ std::optional<CallOutcome> CallRunner::run(WireCall call, Done done) const {
       } catch (...) {
         outcome.failure = encode_failure(std::current_exception(), worker, name);
       }
-      served.reset();
       done(std::move(outcome));
     });
     return std::nullopt;
   } catch (...) {
     return refused(std::current_exception(), name);
   }
-}
-
-CallRunner::Served CallRunner::begin(const WireCall& call) const {
-  if (call.depth < 1 || call.depth > limits_.depth) {
-    throw UsageError("rpc: a call within " + std::to_string(call.depth - 1) +
-                         " others; expected fewer than " + std::to_string(limits_.depth),
-                     "does a function call itself without end? Options::max_call_depth is the "
-                     "limit");
-  }
-  if (served_->fetch_add(1) >= limits_.at_once) {
-    served_->fetch_sub(1);
-    throw CommError("rpc: the worker has " + std::to_string(limits_.at_once) +
-                    " calls that are not answered yet (Options::max_served)");
-  }
-  return {served_.get(), [served = served_](void*) { served->fetch_sub(1); }};
 }
 
 CallOutcome CallRunner::refused(const std::exception_ptr& error,

@@ -2,8 +2,6 @@
 
 #include <ATen/core/ivalue.h>
 
-#include <atomic>
-#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -14,14 +12,12 @@
 #include <utility>
 #include <vector>
 
-#include "lockstep/rpc/wire_call.h"
+#include "lockstep/rpc/function.h"
 
 namespace lockstep::rpc::detail {
 
-struct ServeLimits {
-  int64_t at_once = 65'536;  ///< Functions that are not answered yet.
-  int64_t depth = 2'048;     ///< Of calls within calls.
-};
+/// A call as it travels: the function's name, the hash of its types, then the arguments.
+std::vector<at::IValue> packed_call(const Signature& function, std::vector<at::IValue> arguments);
 
 /// What a call gave: the function's result, or its failure as a text (see failure.h).
 struct CallOutcome {
@@ -34,12 +30,11 @@ class CallRunner {
  public:
   using Done = std::function<void(CallOutcome)>;
 
-  CallRunner(std::string worker, const ServeLimits& limits)
-      : worker_(std::move(worker)), limits_(limits) {}
+  explicit CallRunner(std::string worker) : worker_(std::move(worker)) {}
 
-  /// Runs the function on this thread. None when it has returned a Future: `done` is called with
-  /// the outcome when that is done, perhaps at once. Does not throw.
-  std::optional<CallOutcome> run(WireCall call, Done done) const;
+  /// Runs the function that a packed call names on this thread. None when it has returned a Future:
+  /// `done` is called with the outcome when that is done, perhaps at once. Does not throw.
+  std::optional<CallOutcome> run(std::vector<at::IValue> call, Done done) const;
   /// The outcome of a call that failed; by default before it named its function.
   CallOutcome refused(const std::exception_ptr& error, const std::string& function = "?") const;
 
@@ -47,16 +42,9 @@ class CallRunner {
   std::vector<std::string> running() const;
 
  private:
-  /// Counts a call until it is answered.
-  using Served = std::shared_ptr<void>;
-  Served begin(const WireCall& call) const;
-
   const std::string worker_;
-  const ServeLimits limits_;
   mutable std::mutex mutex_;
   mutable std::multiset<const std::string*> running_;  ///< Names of functions.
-  /// Answers may come when this is gone.
-  const std::shared_ptr<std::atomic<int64_t>> served_ = std::make_shared<std::atomic<int64_t>>(0);
 };
 
 }  // namespace lockstep::rpc::detail

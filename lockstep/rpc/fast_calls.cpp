@@ -14,10 +14,7 @@ std::shared_ptr<CallState> FastPath::call(int to, const Signature& signature,
                                           const std::string& what) {
   if (stopped_ || to >= link_->size() || to == link_->rank()) return nullptr;
   std::string bytes;
-  WireCall wire(signature.name, signature.hash, HandlerThreads::depth() + 1, arguments);
-  if (!encode_values(std::move(wire).stack(), {limits_.bytes, limits_.depth - 1}, bytes)) {
-    return nullptr;
-  }
+  if (!encode_values(packed_call(signature, arguments), kLimits, bytes)) return nullptr;
   auto state = std::make_shared<CallState>(CallState::Ends::by_itself, weak_from_this());
   const auto number = enter({to, state, Clock::now() + timeout, what, signature.types});
   if (!number) return nullptr;
@@ -80,7 +77,7 @@ void FastPath::on_answer(const FastMessage& answer) {
   if (static_cast<Kind>(answer.head.kind) != Kind::value) return fail(*call, answer.bytes);
   std::vector<at::IValue> values;
   try {
-    values = decode_values(answer.bytes, limits_.depth);
+    values = decode_values(answer.bytes, kLimits.depth);
     if (values.size() != 1) throw DataError("rpc: an answer of no single value");
   } catch (...) {
     call->state->fail(std::current_exception());

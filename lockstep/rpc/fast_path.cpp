@@ -11,8 +11,6 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-/// Values within values that the fast path takes: reading them takes stack.
-constexpr int kMostDepth = 128;
 /// How long a thread looks for a message before it sleeps, at least and at most. A small call takes
 /// some 4 us where both ends look, 9 where both sleep and are woken. Looking for longer is of no
 /// use, and where others want the processors it keeps the other end from its work: 200 us made a
@@ -28,12 +26,10 @@ constexpr int kLooksPerTime = 16;
 }  // namespace
 
 FastPath::FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-                   std::shared_ptr<HandlerThreads> threads, const MessageLimits& limits)
+                   std::shared_ptr<HandlerThreads> threads)
     : link_(std::move(link)),
       runner_(std::move(runner)),
       threads_(std::move(threads)),
-      limits_{std::min<uint64_t>(FastLink::kMostBytes, limits.bytes),
-              std::min(limits.depth, kMostDepth)},
       caller_budget_(kLeastSpin, kMostSpin),
       handler_budget_(kLeastSpin, kMostSpin) {}
 

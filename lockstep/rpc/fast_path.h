@@ -70,13 +70,15 @@ class RequestQueue {
 /// So short ones wake few threads, and long ones run side by side.
 ///
 /// A result that does not fit into a message is brought to the caller LibTorch's way. Any thread.
-class FastPath final : public CallDriver, public std::enable_shared_from_this<FastPath> {
+class FastPath final : public std::enable_shared_from_this<FastPath> {
  public:
   /// Of a message.
   enum class Kind : uint32_t { request, value, failure };
+  /// Reading values within values takes stack.
+  static constexpr MessageLimits kLimits{FastLink::kMostBytes, 128};
   FastPath(std::shared_ptr<FastLink> link, std::shared_ptr<const CallRunner> runner,
-           std::shared_ptr<HandlerThreads> threads, const MessageLimits& limits);
-  ~FastPath() override;
+           std::shared_ptr<HandlerThreads> threads);
+  ~FastPath();
 
   /// Begins to serve.
   void start();
@@ -97,11 +99,16 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   /// Fails all calls. From now on nothing is served or answered. Does not wait for functions.
   void stop() noexcept;
 
-  void drive(const CallState& state,
-             std::optional<std::chrono::steady_clock::time_point> end) override;
-  void finished(const CallState& state) noexcept override;
+  // Called by a CallState whose thread can do the work itself, which saves a change of threads.
+  /// Works until the state is done, until `end`, or as long as no other thread does. Then waits are
+  /// to wait for that one.
+  void drive(const CallState& state, std::optional<std::chrono::steady_clock::time_point> end);
+  /// The state is done: a thread in `drive` may sleep over it.
+  void finished(const CallState& state) noexcept;
+  /// Runs a state's callbacks once: on another thread than the one that has finished it, which may
+  /// be one that waits for another call, with locks of its own. `state` lives until then.
   void run_elsewhere(std::shared_ptr<CallState> state,
-                     std::vector<std::function<void()>> callbacks) noexcept override;
+                     std::vector<std::function<void()>> callbacks) noexcept;
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -162,7 +169,6 @@ class FastPath final : public CallDriver, public std::enable_shared_from_this<Fa
   const std::shared_ptr<FastLink> link_;
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<HandlerThreads> threads_;
-  const MessageLimits limits_;
   std::atomic<bool> stopped_{false};
 
   std::mutex mutex_;

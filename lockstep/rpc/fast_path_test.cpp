@@ -348,22 +348,6 @@ TEST_P(FastPaths, WhatNobodyWaitsForAnyMoreIsDropped) {
   });
 }
 
-TEST_P(FastPaths, ALargerResultThanAMessageMayHaveIsTheCallsFailure) {
-  run(2,
-      [](Agent&, int rank) {
-        if (rank != 0) return;
-        try {
-          call("w1", zeros, 1 << 20);
-          FAIL();
-        } catch (const RemoteError& error) {
-          EXPECT_EQ(error.type(), "lockstep::DataError");
-          EXPECT_THAT(error.message(), HasSubstr("Options::max_message_bytes"));
-        }
-        EXPECT_EQ(call("w1", square, 3), 9);
-      },
-      {.max_message_bytes = 1 << 20});
-}
-
 /// Brings worker w0 the answer 7 to its call of that number, as worker `from` does.
 const auto answer_as = function("fast.answer_as", [](int from, int64_t number) {
   const auto deliver = make_signature("lockstep.rpc.deliver", "(int32, int64, bool, any) -> None");

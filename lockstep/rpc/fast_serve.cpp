@@ -85,10 +85,7 @@ void FastPath::run(const FastMessage& request, Look& look) {
   const uint64_t number = request.head.number;
   std::optional<CallOutcome> outcome;
   try {
-    // An argument lies one level deeper than a result.
-    auto stack = decode_values(request.bytes, limits_.depth - 1);
-    WireCall call(stack);
-    outcome = runner_->run(std::move(call),
+    outcome = runner_->run(decode_values(request.bytes, kLimits.depth),
                            [weak = weak_from_this(), caller, number](const CallOutcome& late) {
                              if (const auto self = weak.lock()) self->answer(caller, number, late);
                            });
@@ -103,8 +100,7 @@ void FastPath::run(const FastMessage& request, Look& look) {
 void FastPath::answer(int caller, uint64_t number, const CallOutcome& outcome) {
   if (stopped_) return;
   std::string bytes = outcome.failure.value_or("");
-  const bool fits = outcome.failure ? bytes.size() <= limits_.bytes
-                                    : encode_values({outcome.value}, limits_, bytes);
+  const bool fits = outcome.failure || encode_values({outcome.value}, kLimits, bytes);
   const Kind kind = outcome.failure ? Kind::failure : Kind::value;
   if (fits && link_->send(caller, {static_cast<uint32_t>(kind), number}, bytes)) return;
   deliver(caller, number, outcome);
@@ -113,7 +109,6 @@ void FastPath::answer(int caller, uint64_t number, const CallOutcome& outcome) {
 // LibTorch's way takes all that can travel. That a value cannot is the call's failure. One that
 // cannot be told either has no receiver any more.
 void FastPath::deliver(int caller, uint64_t number, const CallOutcome& outcome) {
-  const HandlerThreads::HandlerScope no_function(0);  // This call is nobody's.
   const auto fail = [weak = weak_from_this(), caller, number,
                      told = outcome.failure.has_value()](const std::exception_ptr& error) {
     const auto self = weak.lock();

@@ -5,6 +5,7 @@
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/text.h"
+#include "lockstep/rpc/fast_path.h"
 #include "lockstep/rpc/handler_threads.h"
 
 namespace lockstep::rpc::detail {

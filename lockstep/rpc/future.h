@@ -52,24 +52,7 @@ namespace detail {
 /// else 60 s.
 std::chrono::milliseconds default_timeout();
 
-class CallState;
-
-/// What completes calls where a thread that waits can do the work itself, which saves a change of
-/// threads. Any thread.
-class CallDriver {
- public:
-  virtual ~CallDriver() = default;
-  /// Works until the state is done, until `end`, or as long as no other thread does. Then waits are
-  /// to wait for that one.
-  virtual void drive(const CallState& state,
-                     std::optional<std::chrono::steady_clock::time_point> end) = 0;
-  /// The state is done: a thread in `drive` may sleep over it.
-  virtual void finished(const CallState& state) noexcept = 0;
-  /// Runs a state's callbacks once: on another thread than the one that has finished it, which may
-  /// be one that waits for another call, with locks of its own. `state` lives until then.
-  virtual void run_elsewhere(std::shared_ptr<CallState> state,
-                             std::vector<std::function<void()>> callbacks) noexcept = 0;
-};
+class FastPath;
 
 /// What a call's futures share: a value, once it is there, or an error. Any thread.
 class CallState : public std::enable_shared_from_this<CallState> {
@@ -78,7 +61,7 @@ class CallState : public std::enable_shared_from_this<CallState> {
     by_itself,    ///< A call's, which has a time-out.
     perhaps_not,  ///< Someone is to complete it.
   };
-  explicit CallState(Ends ends = Ends::by_itself, std::weak_ptr<CallDriver> driver = {})
+  explicit CallState(Ends ends = Ends::by_itself, std::weak_ptr<FastPath> driver = {})
       : ends_(ends), driver_(std::move(driver)) {}
   Ends ends() const { return ends_; }
 
@@ -102,7 +85,7 @@ class CallState : public std::enable_shared_from_this<CallState> {
   bool finish(at::IValue value, std::exception_ptr error);
 
   const Ends ends_;
-  const std::weak_ptr<CallDriver> driver_;
+  const std::weak_ptr<FastPath> driver_;
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   std::atomic<bool> done_{false};

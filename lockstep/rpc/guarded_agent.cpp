@@ -13,12 +13,13 @@ namespace lockstep::rpc::detail {
 
 namespace native = torch::distributed::rpc;
 
-GuardedAgent::GuardedAgent(TransportSetup setup)
+GuardedAgent::GuardedAgent(const WorkerSetup& setup, std::shared_ptr<Guard> guard,
+                           std::unique_ptr<native::RequestCallback> callback)
     : RpcAgent(WorkerInfo(setup.name, static_cast<native::worker_id_t>(setup.id)), nullptr,
-               setup.timeout),
-      guard_(std::move(setup.guard)),
+               setup.options.timeout),
+      guard_(std::move(guard)),
       addresses_(c10::make_intrusive<c10d::HashStore>()),
-      inner_(make_tensorpipe_agent(setup, addresses_)) {
+      inner_(make_tensorpipe_agent(setup, std::move(callback), addresses_)) {
   add(setup.id, setup.name);
 }
 
@@ -41,7 +42,6 @@ void GuardedAgent::add_worker(int id, const std::string& name, const std::string
 }
 
 void GuardedAgent::add(int id, const std::string& name) {
-  guard_->holders.know(id);
   const std::unique_lock lock(mutex_);
   by_id_.try_emplace(id, name, static_cast<native::worker_id_t>(id));
   // Of one name the latest counts.
@@ -52,18 +52,18 @@ void GuardedAgent::add(int id, const std::string& name) {
 GuardedAgent::Answer GuardedAgent::send(const WorkerInfo& to, c10::intrusive_ptr<Message> message,
                                         float timeout_s, const DeviceMap& devices) {
   try {
-    return send_checked(to, message, timeout_s, devices);
+    return send_sealed(to, message, timeout_s, devices);
   } catch (...) {
     guard_->holders.take_back(references_in(*message));
     throw;
   }
 }
 
-GuardedAgent::Answer GuardedAgent::send_checked(const WorkerInfo& to,
-                                                const c10::intrusive_ptr<Message>& message,
-                                                float timeout_s, const DeviceMap& devices) {
+GuardedAgent::Answer GuardedAgent::send_sealed(const WorkerInfo& to,
+                                               const c10::intrusive_ptr<Message>& message,
+                                               float timeout_s, const DeviceMap& devices) {
   make_readable(message->tensors());
-  guard_->holders.add(to.id_, check_message(*message, guard_->limits));
+  guard_->holders.add(to.id_, references_in(*message));
   const uint64_t number = guard_->seal.next_number();
   return inner_
       ->send(inner_->getWorkerInfo(inner_name(to.id_)), guard_->seal.close(message, to.id_, number),
@@ -72,7 +72,6 @@ GuardedAgent::Answer GuardedAgent::send_checked(const WorkerInfo& to,
           [guard = guard_, sender = int{to.id_}, number](native::JitFuture& done) {
             auto answer = done.value().toCustomClass<Message>();
             guard->seal.open_answer(*answer, sender, number);
-            guard->holders.check_known(check_message(*answer, guard->limits));
             return native::withStorages(std::move(answer));
           },
           c10::getCustomClassType<c10::intrusive_ptr<Message>>());

@@ -8,7 +8,6 @@
 #include <shared_mutex>
 #include <string>
 
-#include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/reference_holders.h"
 #include "lockstep/rpc/seal.h"
 #include "lockstep/rpc/transport.h"
@@ -20,18 +19,17 @@ class HandlerThreads;
 
 /// What guards a worker's messages, shared by what sends and what receives them.
 struct Guard {
-  Guard(int self, const std::string& secret, const std::string& job, MessageLimits its_limits)
-      : limits(its_limits), seal(self, secret, job), holders(self) {}
+  Guard(int self, const std::string& secret, const std::string& job)
+      : seal(self, secret, job), holders(self) {}
 
-  const MessageLimits limits;
   Seal seal;
   ReferenceHolders holders;
 };
 
 /// LibTorch's references and autograd send by this agent, and so do our calls. It passes messages
-/// on to TensorPipe's: seals requests, checks what is sent and what comes back, notes who gets
-/// references. It knows the workers by name, and they may change: LibTorch's own list is made once.
-/// There each is known by its number, which is never used twice. Any thread.
+/// on to TensorPipe's: seals requests, opens what comes back, notes who gets references. It knows
+/// the workers by name, and they may change: LibTorch's own list is made once. There each is known
+/// by its number, which is never used twice. Any thread.
 class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
  public:
   using WorkerInfo = torch::distributed::rpc::WorkerInfo;
@@ -39,7 +37,8 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
   using DeviceMap = torch::distributed::rpc::DeviceMap;
   using Answer = c10::intrusive_ptr<torch::distributed::rpc::JitFuture>;
 
-  explicit GuardedAgent(TransportSetup setup);
+  GuardedAgent(const WorkerSetup& setup, std::shared_ptr<Guard> guard,
+               std::unique_ptr<torch::distributed::rpc::RequestCallback> callback);
   ~GuardedAgent() override;
 
   /// Where others find it, once it has been started.
@@ -63,8 +62,8 @@ class GuardedAgent final : public torch::distributed::rpc::RpcAgent {
   const std::vector<c10::Device>& getDevices() const override;
 
  private:
-  Answer send_checked(const WorkerInfo& to, const c10::intrusive_ptr<Message>& message,
-                      float timeout_s, const DeviceMap& devices);
+  Answer send_sealed(const WorkerInfo& to, const c10::intrusive_ptr<Message>& message,
+                     float timeout_s, const DeviceMap& devices);
   void add(int id, const std::string& name);
   void addGilWaitTime(std::chrono::microseconds) override {}
 

@@ -50,7 +50,7 @@ struct HandlerThreads::Core : std::enable_shared_from_this<Core> {
 };
 
 thread_local HandlerThreads::Core* HandlerThreads::core_of_this_thread = nullptr;
-thread_local int64_t HandlerThreads::depth_here = 0;
+thread_local bool HandlerThreads::is_handler = false;
 
 HandlerThreads::HandlerThreads(int busy)
     : core_(std::make_shared<Core>(static_cast<size_t>(busy))) {}

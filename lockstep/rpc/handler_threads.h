@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <utility>
 
 namespace lockstep::rpc::detail {
 
@@ -28,20 +29,18 @@ class HandlerThreads {
   bool end(std::chrono::milliseconds limit) noexcept;
   size_t size() const;
   /// Whether a handler runs on this thread.
-  static bool on_one() { return depth_here > 0; }
-  /// How many calls, one within the other, led to the handler that runs on this thread; 0: none.
-  static int64_t depth() { return depth_here; }
+  static bool on_one() { return is_handler; }
 
   /// A handler runs on this thread, of whomever it is, as long as this lives.
   class HandlerScope {
    public:
-    explicit HandlerScope(int64_t depth) : before_(depth_here) { depth_here = depth; }
-    ~HandlerScope() { depth_here = before_; }
+    HandlerScope() : before_(std::exchange(is_handler, true)) {}
+    ~HandlerScope() { is_handler = before_; }
     HandlerScope(const HandlerScope&) = delete;
     HandlerScope& operator=(const HandlerScope&) = delete;
 
    private:
-    const int64_t before_;
+    const bool before_;
   };
 
  private:
@@ -62,7 +61,7 @@ class HandlerThreads {
 
  private:
   static thread_local Core* core_of_this_thread;
-  static thread_local int64_t depth_here;
+  static thread_local bool is_handler;
 
   const std::shared_ptr<Core> core_;  ///< Each thread holds it as well.
 };

@@ -11,6 +11,14 @@
 namespace lockstep::rpc::detail {
 namespace {
 
+/// This worker waited for those in vain.
+[[noreturn]] void throw_missing(const std::string& phase, const std::vector<std::string>& missing) {
+  throw TimeoutError("rpc: " + phase + " of worker '" + this_worker("rpc")->name() +
+                         "' timed out: it waited for '" + lockstep::join(missing, "', '") + "'",
+                     "Options::timeout, but at least a minute, limits the start, and "
+                     "Options::shutdown_timeout the shutdown");
+}
+
 const auto liveness_function = function("lockstep.rpc.liveness", [] {
   return this_worker("rpc: a liveness call")->peers().liveness();
 });
@@ -85,16 +93,9 @@ bool Peers::expects(int rank) const {
   return found == shared_->peers.end() || found->second.state != State::lost;
 }
 
-void Peers::throw_missing(const Phase& phase, const std::vector<std::string>& missing) {
-  const std::string what = std::string("rpc: ") + phase.name;
-  throw TimeoutError(what + " of worker '" + this_worker(what.c_str())->name() +
-                         "' timed out: it waited for '" + join(missing, "', '") + "'",
-                     std::string(phase.limit) + " is how long it waits");
-}
-
 std::map<int, std::string> Peers::meet(const std::string& what, const std::string& value,
                                        std::chrono::steady_clock::time_point deadline,
-                                       const Phase& phase) {
+                                       const std::string& phase) {
   const auto key = [&](int rank) { return what + "/" + std::to_string(rank); };
   store_.set(key(id_), value);
   std::map<int, std::string> came;
@@ -124,7 +125,7 @@ void Peers::wait_for_joined(std::chrono::steady_clock::time_point deadline) cons
   for (PollPause pause;; pause.sleep()) {
     const auto here = joined_here();
     if (here.empty()) return;
-    if (std::chrono::steady_clock::now() >= deadline) throw_missing(kShutdown, here);
+    if (std::chrono::steady_clock::now() >= deadline) throw_missing("shutdown", here);
   }
 }
 

@@ -35,22 +35,12 @@ class Peers {
   std::vector<std::string> names() const;
   /// Those that died, or left without the others, and have not come again.
   std::vector<std::string> lost() const;
-  /// In whose course workers wait for each other, and the option that limits it.
-  struct Phase {
-    const char* name;
-    const char* limit;
-  };
-  static constexpr Phase kStart{"start", "Options::timeout, but at least a minute,"};
-  static constexpr Phase kShutdown{"shutdown", "Options::shutdown_timeout"};
-  /// Throws TimeoutError: this worker waited for those in vain.
-  [[noreturn]] static void throw_missing(const Phase& phase,
-                                         const std::vector<std::string>& missing);
   /// Waits until all ranks that are not lost have come to the same point with the same `what`, each
   /// with a value. Returns the values by rank. Throws TimeoutError with the names of those that
-  /// have not come.
+  /// have not come. `phase`: "start" or "shutdown".
   std::map<int, std::string> meet(const std::string& what, const std::string& value,
                                   std::chrono::steady_clock::time_point deadline,
-                                  const Phase& phase = kShutdown);
+                                  const std::string& phase = "shutdown");
   /// Waits until those that joined have left, or are lost. Throws TimeoutError with their names.
   void wait_for_joined(std::chrono::steady_clock::time_point deadline) const;
 

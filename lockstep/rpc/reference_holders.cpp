@@ -1,11 +1,12 @@
 #include "lockstep/rpc/reference_holders.h"
 
 #include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/message.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
 
-#include <string>
-
-#include "lockstep/base/error.h"
+#include <cstring>
+#include <optional>
+#include <string_view>
 
 namespace lockstep::rpc::detail {
 namespace {
@@ -37,33 +38,98 @@ void forget_fork(const Id& reference, const Id& fork) {
   });
 }
 
+/// Walks over a pickle of protocol 2 as LibTorch's Pickler writes it. A reference is the global
+/// `rref`, or the place of the memo that has it, and a tuple: six whole numbers and a type.
+class ReferenceReader {
+ public:
+  explicit ReferenceReader(std::string_view pickle) : rest_(pickle.substr(kHeadBytes)) {}
+
+  std::vector<CarriedReference> run() {
+    for (uint8_t code = number<uint8_t>(); code != '.'; code = number<uint8_t>()) step(code);
+    return std::move(found_);
+  }
+
+ private:
+  static constexpr size_t kHeadBytes = 2;
+  static constexpr std::string_view kMaker = "torch.distributed.rpc\nrref\n";
+
+  void step(uint8_t code) {
+    switch (code) {
+      case 'K':
+        return whole(number<uint8_t>());
+      case 'M':
+        return whole(number<uint16_t>());
+      case 'J':
+        return whole(number<int32_t>());
+      case 0x8a:
+        rest_.remove_prefix(1);  // Its size: 8.
+        return whole(number<int64_t>());
+      case 'G':
+        return rest_.remove_prefix(sizeof(double));
+      case 'X':
+        return rest_.remove_prefix(number<uint32_t>());
+      case 'c':
+        return global();
+      case 'q':
+        return put(number<uint8_t>());
+      case 'r':
+        return put(number<uint32_t>());
+      case 'h':
+        return get(number<uint8_t>());
+      case 'j':
+        return get(number<uint32_t>());
+      case 'R':
+        return reduce();
+      default:
+        return;  // It has no operand.
+    }
+  }
+
+  template <class T>
+  T number() {
+    T value;
+    std::memcpy(&value, rest_.data(), sizeof(T));
+    rest_.remove_prefix(sizeof(T));
+    return value;
+  }
+  void whole(int64_t number) {
+    if (in_reference_) numbers_.push_back(number);
+  }
+  void global() {
+    is_maker_ = rest_.starts_with(kMaker);
+    if (is_maker_) begin_reference();
+    for (int line = 0; line < 2; ++line) rest_.remove_prefix(rest_.find('\n') + 1);
+  }
+  void put(size_t place) {
+    if (std::exchange(is_maker_, false)) maker_place_ = place;
+  }
+  void get(size_t place) {
+    if (place == maker_place_) begin_reference();
+  }
+  void begin_reference() {
+    in_reference_ = true;
+    numbers_.clear();
+  }
+  void reduce() {
+    if (!std::exchange(in_reference_, false)) return;
+    found_.push_back({numbers_.at(0), id_of(numbers_.at(1), numbers_.at(2)),
+                      id_of(numbers_.at(3), numbers_.at(4))});
+  }
+
+  std::string_view rest_;
+  std::vector<int64_t> numbers_;
+  std::optional<size_t> maker_place_;
+  bool is_maker_ = false, in_reference_ = false;
+  std::vector<CarriedReference> found_;
+};
+
 }  // namespace
 
-void ReferenceHolders::know(int worker) {
-  const std::lock_guard lock(mutex_);
-  known_.insert(worker);
-}
-
-void ReferenceHolders::check_known(int64_t worker) const {
-  const std::lock_guard lock(mutex_);
-  if (worker >= 0 && worker <= INT16_MAX && known_.count(static_cast<int>(worker)) > 0) return;
-  throw DataError("rpc: a message that cannot be read: a reference of worker number " +
-                  std::to_string(worker) + ", which there is not");
-}
-
-void ReferenceHolders::check_known(const std::vector<CarriedReference>& carried) const {
-  for (const auto& c : carried) {
-    for (const int64_t worker : {c.owner, c.reference_on, c.fork_on, c.parent}) check_known(worker);
-  }
-}
-
-void ReferenceHolders::check_fork(const Id& reference, const Id& fork) const {
-  check_known(reference.createdOn_);
-  check_known(fork.createdOn_);
-  const std::lock_guard lock(mutex_);
-  const auto found = forks_.find(fork);
-  if (found == forks_.end() || found->second.reference == reference) return;
-  throw DataError("rpc: a message that cannot be read: a fork of two references");
+std::vector<CarriedReference> references_in(const native::Message& message) {
+  const std::string_view payload(message.payload().data(), message.payload().size());
+  // In an autograd context the pickle comes first as well. Others have none, or a text.
+  if (!payload.starts_with('\x80')) return {};
+  return ReferenceReader(payload).run();
 }
 
 void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool owned) {
@@ -80,16 +146,14 @@ void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool
 
 void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    add(worker, id_of(c.reference_on, c.reference_id), id_of(c.fork_on, c.fork_id),
-        c.owner == self_);
+    add(worker, c.reference, c.fork, c.owner == self_);
   }
 }
 
 void ReferenceHolders::take_back(const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    const Id reference = id_of(c.reference_on, c.reference_id), fork = id_of(c.fork_on, c.fork_id);
-    remove(reference, fork);
-    forget_fork(reference, fork);
+    remove(c.reference, c.fork);
+    forget_fork(c.reference, c.fork);
   }
 }
 
@@ -139,11 +203,6 @@ void ReferenceHolders::release(int worker) {
           context);
     });
   }
-}
-
-int64_t ReferenceHolders::count() const {
-  const std::lock_guard lock(mutex_);
-  return static_cast<int64_t>(forks_.size());
 }
 
 }  // namespace lockstep::rpc::detail

@@ -10,9 +10,21 @@
 #include <unordered_set>
 #include <vector>
 
-#include "lockstep/rpc/pickle_check.h"
+namespace torch::distributed::rpc {
+class Message;
+}
 
 namespace lockstep::rpc::detail {
+
+/// A reference that a message brings to its receiver.
+struct CarriedReference {
+  using Id = torch::distributed::rpc::GloballyUniqueId;
+  int64_t owner = 0;
+  Id reference, fork;
+};
+
+/// Those in a message that this process has made. Reads the pickle that LibTorch has written.
+std::vector<CarriedReference> references_in(const torch::distributed::rpc::Message& message);
 
 /// Which worker has which references to what is here, and which autograd contexts are its own.
 /// LibTorch counts references, and so would keep for ever what a dead worker referred to. Any
@@ -21,15 +33,7 @@ class ReferenceHolders {
  public:
   using Id = torch::distributed::rpc::GloballyUniqueId;
 
-  explicit ReferenceHolders(int self) : self_(self), known_{self} {}
-
-  /// There is, or was, a worker of this number.
-  void know(int worker);
-  /// Throws DataError for one of which this worker has never heard: nobody would ever give up what
-  /// it refers to, and a graceful shutdown would wait for it.
-  void check_known(const std::vector<CarriedReference>& carried) const;
-  /// The same for a fork. A fork of two references is refused, too.
-  void check_fork(const Id& reference, const Id& fork) const;
+  explicit ReferenceHolders(int self) : self_(self) {}
 
   /// The worker has the fork, or is being sent it. `owned`: of what is here.
   void add(int worker, const Id& reference, const Id& fork, bool owned = true);
@@ -45,8 +49,6 @@ class ReferenceHolders {
 
   /// The worker is gone: frees what it held here.
   void release(int worker);
-  /// References of others that are known here.
-  int64_t count() const;
 
  private:
   struct Held {
@@ -54,13 +56,12 @@ class ReferenceHolders {
     Id reference;
     bool owned = true;
   };
-  void check_known(int64_t worker) const;
 
   const int self_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::unordered_map<Id, Held, Id::Hash> forks_;
   std::map<int, std::unordered_set<int64_t>> contexts_;  ///< By the worker that made them.
-  std::set<int> known_, gone_;
+  std::set<int> gone_;
 };
 
 }  // namespace lockstep::rpc::detail

@@ -43,7 +43,7 @@ std::string current_type_name() {
 }
 
 std::string packed(const char* kind, const std::vector<std::string>& parts) {
-  return kind + join(parts, std::string(1, kSeparator)) + kEnd;
+  return kind + lockstep::join(parts, std::string(1, kSeparator)) + kEnd;
 }
 
 // The parts of a packed text within another one. Empty: there is none.

@@ -54,51 +54,24 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     Seal::Opened opened;
     try {
       opened = guard_->seal.open_request(request);
-      guard_->holders.check_known(check_message(request, guard_->limits));
       note(request, opened.sender);
     } catch (...) {
       return refused(std::current_exception());
     }
-    return handle(request, std::move(streams), opened.sender)
+    return handle(request, std::move(streams))
         ->then([this, opened](native::JitFuture& done) { return sealed(done, opened); },
                message_type());
   }
 
  protected:
-  FuturePtr handle(native::Message& request, Streams streams, int sender) const {
+  FuturePtr handle(native::Message& request, Streams streams) const {
     if (inline_.fetch_add(1) < on_transport_) {
-      auto answer = process(request, std::move(streams), sender);
+      auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
       inline_.fetch_sub(1);
       return answer;
     }
     inline_.fetch_sub(1);
-    return on_other_thread(request, std::move(streams), sender);
-  }
-
-  FuturePtr process(native::Message& request, Streams streams, int sender) const {
-    const int before = std::exchange(sender_here, sender);
-    auto answer = RequestCallbackNoPython::processMessage(request, std::move(streams));
-    sender_here = before;
-    if (const auto refusal = std::exchange(refusal_here, nullptr)) return refused(refusal);
-    return answer;
-  }
-
-  /// Called as soon as the message is read. What it asks for may run later, on another thread, when
-  /// the references that it carries are confirmed.
-  std::unique_ptr<native::RpcCommandBase> deserializePythonRpcCommand(
-      std::unique_ptr<native::RpcCommandBase> rpc, const native::MessageType&) const override {
-    native::RpcCommandBase* inner = rpc.get();
-    if (auto* wrapped = dynamic_cast<torch::distributed::autograd::RpcWithAutograd*>(inner))
-      inner = &wrapped->wrappedRpc();
-    const auto* call = dynamic_cast<native::ScriptRemoteCall*>(inner);
-    if (!call) return rpc;
-    try {
-      check_result(call->retRRefId(), call->retForkId());
-    } catch (const DataError&) {
-      refusal_here = std::current_exception();  // LibTorch makes an answer of what is thrown here.
-      throw;
-    }
-    return rpc;
+    return on_other_thread(request, std::move(streams));
   }
 
   FuturePtr processScriptCall(native::RpcCommandBase& rpc, const Streams&) const override {
@@ -134,21 +107,12 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   void handleRRefDelete(c10::intrusive_ptr<native::RRef>&) const override {}
 
  private:
-  void check_result(const native::RRefId& reference, const native::ForkId& fork) const {
-    if (reference.createdOn_ != sender_here || fork.createdOn_ != sender_here) {
-      throw DataError(
-          "rpc: a message that cannot be read: the reference to a result is not its sender's");
-    }
-    guard_->holders.check_fork(reference, fork);
-  }
-
   // Who has which references to what is here.
   void note(const native::Message& request, int sender) const {
     auto& holders = guard_->holders;
     switch (request.type()) {
       case native::MessageType::RREF_FORK_REQUEST: {
         const auto fork = native::RRefForkRequest::fromMessage(request);
-        holders.check_fork(fork->rrefId(), fork->forkId());
         holders.add(sender, fork->rrefId(), fork->forkId());
         break;
       }
@@ -176,7 +140,7 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     const auto answer = done.value().toCustomClass<native::Message>();
     try {
       make_readable(answer->tensors());
-      guard_->holders.add(request.sender, check_message(*answer, guard_->limits));
+      guard_->holders.add(request.sender, references_in(*answer));
     } catch (...) {
       guard_->holders.take_back(references_in(*answer));
       std::rethrow_exception(refusal(std::current_exception()));
@@ -184,15 +148,15 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     return native::withStorages(guard_->seal.close(answer, request.sender, request.number));
   }
 
-  FuturePtr on_other_thread(native::Message& request, Streams streams, int sender) const {
+  FuturePtr on_other_thread(native::Message& request, Streams streams) const {
     // Each of the moves takes one part.
     // NOLINTNEXTLINE(bugprone-use-after-move)
     auto owned = c10::make_intrusive<native::Message>(std::move(request).movePayload(),
                                                       std::move(request).moveTensors(),  // NOLINT
                                                       request.type(), request.id());     // NOLINT
     auto answer = c10::make_intrusive<native::JitFuture>(message_type());
-    threads_.run([this, owned, answer, sender, streams = std::move(streams)]() mutable {
-      forward(process(*owned, std::move(streams), sender), answer);
+    threads_.run([this, owned, answer, streams = std::move(streams)]() mutable {
+      forward(RequestCallbackNoPython::processMessage(*owned, std::move(streams)), answer);
     });
     return answer;
   }
@@ -201,12 +165,11 @@ class RequestHandler final : public native::RequestCallbackNoPython {
   FuturePtr run(std::vector<at::IValue>& stack) const {
     auto answer = c10::make_intrusive<native::JitFuture>(at::AnyType::get());
     try {
-      WireCall call(stack);
       note_context();
       // The result may come when the worker has left, and then nobody is to be answered.
       const std::weak_ptr<native::RpcAgent> agent = native::RpcAgent::getCurrentRpcAgent();
       auto outcome =
-          runner_->run(std::move(call), [agent, runner = runner_, answer](CallOutcome late) {
+          runner_->run(std::move(stack), [agent, runner = runner_, answer](CallOutcome late) {
             if (const auto serves = agent.lock()) settle(*runner, answer, std::move(late));
           });
       if (outcome) settle(*runner_, answer, std::move(*outcome));
@@ -246,19 +209,12 @@ class RequestHandler final : public native::RequestCallbackNoPython {
     return answer;
   }
 
-  /// Of the request that this thread begins to serve.
-  static thread_local int sender_here;
-  static thread_local std::exception_ptr refusal_here;
-
   const std::shared_ptr<const CallRunner> runner_;
   const std::shared_ptr<Guard> guard_;
   HandlerThreads& threads_;
   const int on_transport_;
   mutable std::atomic<int> inline_{0};
 };
-
-thread_local int RequestHandler::sender_here = -1;
-thread_local std::exception_ptr RequestHandler::refusal_here;
 
 }  // namespace
 

@@ -74,40 +74,25 @@ bool RingLink::send(int to, const FastHead& head, std::string_view bytes) {
       return false;
     }
     copy_bytes(place, bytes.data(), bytes.size());
-    if (!std::exchange(peer.opened, true)) {
-      const auto me = static_cast<size_t>(rank());
-      inbox(to).opened[me / 64].fetch_or(uint64_t{1} << me % 64, std::memory_order_seq_cst);
-    }
     peer.out.publish();
   }
   ring(to);
   return true;
 }
 
-template <class Visit>
-bool RingLink::any_opened(Visit visit) const {
-  for (int first = 0; first < size(); first += 64) {
-    uint64_t opened =
-        inbox_->opened[static_cast<size_t>(first) / 64].load(std::memory_order_seq_cst);
-    for (; opened != 0; opened &= opened - 1) {
-      const int rank = first + std::countr_zero(opened);
-      if (rank < size() && visit(rank)) return true;
-    }
+bool RingLink::look() const {
+  for (int other = 0; other < size(); ++other) {
+    if (other != rank() && peers_[static_cast<size_t>(other)].in.filled()) return true;
   }
   return false;
-}
-
-bool RingLink::look() const {
-  return any_opened([&](int rank) { return peers_[static_cast<size_t>(rank)].in.filled(); });
 }
 
 void RingLink::take(FastCatch& caught) {
   const std::unique_lock lock(taking_, std::try_to_lock);
   if (!lock) return;
-  any_opened([&](int rank) {
-    take_from(rank, caught.messages);
-    return false;
-  });
+  for (int other = 0; other < size(); ++other) {
+    if (other != rank()) take_from(other, caught.messages);
+  }
 }
 
 void RingLink::take_from(int rank, std::vector<FastMessage>& messages) {

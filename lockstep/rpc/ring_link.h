@@ -57,13 +57,11 @@ class RingLink final : public FastLink {
     alignas(64) std::atomic<uint32_t> lookers;
     std::atomic<uint32_t> waiters;  ///< A bit for each kind that sleeps.
     alignas(64) std::array<std::atomic<uint32_t>, kWaiters> bells;
-    /// A bit for each worker that has sent: the others' memory need not be touched.
-    alignas(64) std::array<std::atomic<uint64_t>, 64> opened;
   };
   struct Peer {
     std::mutex mutex;  ///< Of what goes out.
     shm::RingWriter out;
-    bool opened = false, lost = false;
+    bool lost = false;
     shm::RingReader in;  ///< Under `taking_`.
   };
 
@@ -71,8 +69,6 @@ class RingLink final : public FastLink {
   void ring(int rank);
   static void wake_waiter(Inbox& inbox, uint32_t waiter);
   void take_from(int rank, std::vector<FastMessage>& messages);
-  template <class Visit>
-  bool any_opened(Visit visit) const;
 
   const std::unique_ptr<shm::SharedGroup> group_;
   Inbox* inbox_ = nullptr;

@@ -24,20 +24,6 @@ namespace {
 constexpr size_t kLongestName = 128;
 constexpr size_t kShortestSecret = 16;
 
-void check_limits(const Options& options) {
-  const std::pair<const char*, int64_t> limits[] = {
-      {"max_pending", options.max_pending},       {"max_served", options.max_served},
-      {"max_call_depth", options.max_call_depth}, {"max_message_bytes", options.max_message_bytes},
-      {"max_depth", options.max_depth},
-  };
-  for (const auto& [name, value] : limits) {
-    if (value < 1) {
-      throw UsageError("rpc::init: " + std::string(name) + " is " + std::to_string(value) +
-                       "; expected at least 1");
-    }
-  }
-}
-
 void check_options(const std::string& name, const Options& options) {
   if (name.empty() || name.size() > kLongestName) {
     throw UsageError("rpc::init: the worker's name '" + name + "' has " +
@@ -51,7 +37,10 @@ void check_options(const std::string& name, const Options& options) {
     throw UsageError("rpc::init: " + std::to_string(options.threads) +
                      " threads; expected at least 2");
   }
-  check_limits(options);
+  if (options.max_pending < 1) {
+    throw UsageError("rpc::init: max_pending is " + std::to_string(options.max_pending) +
+                     "; expected at least 1");
+  }
 }
 
 std::string secret_of(const Options& options) {
@@ -100,21 +89,11 @@ std::vector<std::string> meet(Store store, const World& world, const std::string
 
 }  // namespace
 
-class Agent::Impl {
- public:
-  std::shared_ptr<detail::Worker> worker;
-  std::chrono::milliseconds shutdown_timeout{};
-  std::string address;  ///< The group's, for `join`.
-  int exceptions = std::uncaught_exceptions();
-};
-
-Agent::Agent(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
-Agent::Agent(Agent&&) noexcept = default;
-Agent& Agent::operator=(Agent&&) noexcept = default;
+Agent::Agent(std::shared_ptr<detail::Worker> worker) : worker_(std::move(worker)) {}
 
 Agent::~Agent() {
-  if (!impl_) return;
-  if (std::uncaught_exceptions() > impl_->exceptions) {
+  if (!worker_) return;
+  if (std::uncaught_exceptions() > exceptions_) {
     shutdown_now();
     return;
   }
@@ -126,44 +105,37 @@ Agent::~Agent() {
 }
 
 const std::string& Agent::address() const {
-  return impl_->address;
+  return worker_->address();
 }
 
 const std::string& Agent::name() const {
-  return impl_->worker->name();
+  return worker_->name();
 }
 
 std::vector<std::string> Agent::workers() const {
-  return impl_->worker->peers().names();
+  return worker_->peers().names();
 }
 
 std::vector<std::string> Agent::lost_workers() const {
-  return impl_->worker->peers().lost();
+  return worker_->peers().lost();
 }
 
 void Agent::shutdown() {
-  impl_->worker->leave_together(impl_->shutdown_timeout);
+  worker_->leave_together();
 }
 
 void Agent::shutdown_now() noexcept {
-  impl_->worker->leave_now();
+  worker_->leave_now();
 }
 
 namespace {
 
-detail::Worker::Setup setup_of(const Options& options, const std::string& name) {
+detail::WorkerSetup setup_of(const Options& options, const std::string& name) {
   detail::register_optimizer_functions();
-  detail::Worker::Setup setup;
+  detail::WorkerSetup setup;
+  setup.options = options;
+  setup.options.secret = secret_of(options);
   setup.name = name;
-  setup.max_pending = options.max_pending;
-  setup.serve.at_once = options.max_served;
-  setup.serve.depth = options.max_call_depth;
-  // A message is a list of its own.
-  setup.messages = {static_cast<uint64_t>(options.max_message_bytes), options.max_depth + 1};
-  setup.secret = secret_of(options);
-  setup.threads = options.threads;
-  setup.timeout = options.timeout;
-  setup.stop_timeout = options.stop_timeout;
   return setup;
 }
 
@@ -202,27 +174,15 @@ std::string store_host(const std::string& address) {
   return without_brackets(address.substr(0, address.rfind(':')));
 }
 
-detail::FastMeeting meeting_of(const World& world, const detail::Worker::Setup& setup,
-                               const Options& options) {
-  detail::FastMeeting meeting;
-  meeting.rank = world.rank();
-  meeting.size = world.size();
-  meeting.wanted = options.fast_calls;
-  meeting.shared_memory = options.shared_memory;
-  meeting.host = setup.host;
-  meeting.has_processor = usable_processors() >= world.local_size();
-  meeting.secret = setup.secret;
-  meeting.job = setup.job;
-  return meeting;
-}
-
-Agent start(const detail::Worker::Setup& setup, const std::string& address,
-            const Options& options) {
-  auto impl = std::make_unique<Agent::Impl>();
-  impl->worker = detail::Worker::start(setup);
-  impl->shutdown_timeout = options.shutdown_timeout;
-  impl->address = address;
-  return Agent(std::move(impl));
+std::shared_ptr<detail::FastLink> link_of(const World& world, const detail::WorkerSetup& setup) {
+  return detail::meet(setup.store, {.rank = world.rank(),
+                                    .size = world.size(),
+                                    .wanted = setup.options.fast_calls,
+                                    .shared_memory = setup.options.shared_memory,
+                                    .host = setup.host,
+                                    .has_processor = usable_processors() >= world.local_size(),
+                                    .secret = setup.options.secret,
+                                    .job = setup.job});
 }
 
 }  // namespace
@@ -243,9 +203,10 @@ Agent init(const World& world, const std::string& name, const Options& options) 
   setup.carrier = carrier_in(setup.store);
   setup.host = host_of(setup.carrier, [&] { return world.address(); });
   setup.names = meet(setup.store, world, name);
-  setup.job = meet_with_secret(setup.store, world, setup.secret);
-  if (world.size() > 1) setup.link = detail::meet(setup.store, meeting_of(world, setup, options));
-  return start(setup, world.store_address(), options);
+  setup.job = meet_with_secret(setup.store, world, setup.options.secret);
+  if (world.size() > 1) setup.link = link_of(world, setup);
+  setup.address = world.store_address();
+  return Agent(detail::Worker::start(setup));
 }
 
 Agent join(const std::string& address, const std::string& name, const Options& options) {
@@ -262,7 +223,8 @@ Agent join(const std::string& address, const std::string& name, const Options& o
                      " workers; LibTorch's RPC has no more numbers");
   }
   setup.id = static_cast<int>(id);
-  return start(setup, address, options);
+  setup.address = address;
+  return Agent(detail::Worker::start(setup));
 }
 
 }  // namespace lockstep::rpc

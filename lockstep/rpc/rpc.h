@@ -3,6 +3,7 @@
 #pragma once
 
 #include <chrono>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -17,6 +18,10 @@
 #include "lockstep/rpc/value.h"
 
 namespace lockstep::rpc {
+
+namespace detail {
+class Worker;
+}
 
 struct Options {
   /// A call without an answer for this long fails with TimeoutError. PyTorch's default.
@@ -34,17 +39,6 @@ struct Options {
   /// functions do not wait, because others may wait for them. A call in flight takes some 1 KB and
   /// its arguments.
   int64_t max_pending = 16'384;
-  /// The most unanswered calls that a worker accepts; further ones are refused. It bounds the sum
-  /// over callers that each stay within `max_pending`.
-  int64_t max_served = 65'536;
-  /// The greatest depth of nested calls; a deeper one is refused. Each level holds a thread:
-  /// endless recursion fails before the machine runs out of threads.
-  int64_t max_call_depth = 2'048;
-  /// The largest message in bytes. A larger one is refused by its sender and by its receiver. The
-  /// default holds a billion float32 weights. Send larger data in parts.
-  int64_t max_message_bytes = int64_t{1} << 32;
-  /// Lists nested deeper than this are refused. No type in a program's source is nested so deep.
-  int max_depth = 64;
   /// Only workers with the same secret can call, and none can change what others send. At least 16
   /// characters. Empty: that of LOCKSTEP_RPC_SECRET, else none.
   std::string secret = {};
@@ -68,11 +62,10 @@ struct Options {
 /// destructor shuts down gracefully, or at once when an exception unwinds; it does not throw.
 class Agent {
  public:
-  class Impl;
-  explicit Agent(std::unique_ptr<Impl> impl);
+  explicit Agent(std::shared_ptr<detail::Worker> worker);
   ~Agent();
-  Agent(Agent&&) noexcept;
-  Agent& operator=(Agent&&) noexcept;
+  Agent(Agent&&) noexcept = default;
+  Agent& operator=(Agent&&) noexcept = default;
 
   const std::string& name() const;
   /// The group's address, for workers that `join` later. Empty for a group without a launcher's
@@ -96,7 +89,8 @@ class Agent {
   void shutdown_now() noexcept;
 
  private:
-  std::unique_ptr<Impl> impl_;
+  std::shared_ptr<detail::Worker> worker_;
+  int exceptions_ = std::uncaught_exceptions();
 };
 
 /// Makes this process the worker `name`, and waits until all ranks have done so. Keep the agent

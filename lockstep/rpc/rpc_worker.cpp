@@ -6,7 +6,6 @@
 #include <torch/csrc/distributed/rpc/rref_context.h>
 #include <torch/csrc/jit/frontend/script_type_parser.h>
 
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -79,13 +78,6 @@ const Function<bool(int, std::string, std::string)> joined = function(
     });
 const auto greeted = function("lockstep.rpc.greeted", [] {});
 
-std::shared_ptr<FastPath> make_fast_path(const Worker::Setup& setup,
-                                         const std::shared_ptr<const CallRunner>& runner,
-                                         const std::shared_ptr<HandlerThreads>& threads) {
-  if (!setup.link) return nullptr;
-  return std::make_shared<FastPath>(setup.link, runner, threads, setup.messages);
-}
-
 // References name their types in messages.
 c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
   return {nullptr, torch::jit::ScriptTypeParser().parseType(name.qualifiedName())};
@@ -93,36 +85,27 @@ c10::StrongTypePtr type_of(const c10::QualifiedName& name) {
 
 }  // namespace
 
-Worker::Worker(const Setup& setup)
-    : names_(setup.names),
+Worker::Worker(const WorkerSetup& setup)
+    : options_(setup.options),
+      names_(setup.names),
       name_(setup.name),
+      address_(setup.address),
       id_(setup.id),
-      timeout_(setup.timeout),
-      stop_timeout_(setup.stop_timeout),
-      guard_(std::make_shared<Guard>(setup.id, setup.secret, setup.job, setup.messages)),
-      calls_(setup.max_pending),
-      threads_(std::make_shared<HandlerThreads>(setup.threads)),
-      runner_(std::make_shared<CallRunner>(setup.name, setup.serve)),
-      fast_path_(make_fast_path(setup, runner_, threads_)),
+      guard_(std::make_shared<Guard>(setup.id, options_.secret, setup.job)),
+      calls_(options_.max_pending),
+      threads_(std::make_shared<HandlerThreads>(options_.threads)),
+      runner_(std::make_shared<CallRunner>(setup.name)),
+      fast_path_(setup.link ? std::make_shared<FastPath>(setup.link, runner_, threads_) : nullptr),
       peers_(setup.store.clone(), setup.names, setup.id,
              [guard = guard_, fast = std::weak_ptr(fast_path_)](int id) {
                guard->holders.release(id);
                if (const auto path = fast.lock()) path->lose(id);
-             }) {
-  TransportSetup transport;
-  transport.name = name_;
-  transport.id = setup.id;
-  transport.threads = setup.threads;
-  transport.timeout = setup.timeout;
-  transport.carrier = setup.carrier;
-  transport.host = setup.host;
-  transport.guard = guard_;
-  // Half of the transport's threads stay free for answers, which complete on them as well.
-  transport.callback = make_request_handler(runner_, guard_, *threads_, setup.threads / 2);
-  agent_ = std::make_shared<GuardedAgent>(std::move(transport));
-}
+             }),
+      // Half of the transport's threads stay free for answers, which complete on them as well.
+      agent_(std::make_shared<GuardedAgent>(
+          setup, guard_, make_request_handler(runner_, guard_, *threads_, options_.threads / 2))) {}
 
-std::shared_ptr<Worker> Worker::start(const Setup& setup) {
+std::shared_ptr<Worker> Worker::start(const WorkerSetup& setup) {
   std::unique_lock lock(worker_mutex());
   if (ever_started) {
     throw UsageError("rpc::init: this process is or was a worker already",
@@ -166,33 +149,29 @@ void Worker::meet(Store store) {
 // A process that dies while it connects to a worker leaves that one deaf: TensorPipe listens no
 // more. So all connections of all are complete before any program goes on.
 void Worker::greet_others() {
-  const milliseconds limit = std::max(timeout_, kLeastToStart);
+  const milliseconds limit = std::max(options_.timeout, kLeastToStart);
   const auto deadline = Clock::now() + limit;
-  std::map<std::string, std::shared_ptr<CallState>> greetings;
+  std::vector<std::shared_ptr<CallState>> greetings;
   for (int id = 0; id < static_cast<int>(names_.size()); ++id) {
-    if (id == id_) continue;
-    greetings[names_[static_cast<size_t>(id)]] = send_call_to(id, greeted.signature(), {}, limit);
+    if (id != id_) greetings.push_back(send_call_to(id, greeted.signature(), {}, limit));
   }
-  std::vector<std::string> missing;
-  for (const auto& [name, greeting] : greetings) {
+  for (const auto& greeting : greetings) {
     try {
       greeting->value({});
     } catch (const TimeoutError&) {
-      missing.push_back(name);
+      throw;
     } catch (const RemoteError&) {  // It has answered: it is connected.
     } catch (const CommError&) {    // It was lost, of which its liveness call tells.
     }
   }
-  if (!missing.empty()) Peers::throw_missing(Peers::kStart, missing);
-  peers_.meet("greeted", "", deadline, Peers::kStart);
+  peers_.meet("greeted", "", deadline, "start");
 }
 
 void Worker::join_others(Store store) {
   store.set("address/" + std::to_string(id_), packed_address(name_, agent_->address()));
   agent_->add_worker(id_, name_, agent_->address());
-  const Clock::time_point deadline = Clock::now() + timeout_;
+  const Clock::time_point deadline = Clock::now() + options_.timeout;
   int found = 0;
-  std::vector<std::string> failures;
   // Those with higher numbers come later, and tell this one.
   for (int id = 0; id < id_; ++id) {
     const std::string key = "address/" + std::to_string(id);
@@ -206,20 +185,16 @@ void Worker::join_others(Store store) {
     bool taken = false;
     try {
       const auto told = send_call_to(id, joined.signature(),
-                                     joined.pack(id_, name_, agent_->address()), timeout_);
+                                     joined.pack(id_, name_, agent_->address()), options_.timeout);
       taken = !Value<bool>::from(told->value({}));
-    } catch (const CommError& error) {  // It was lost, or nobody is at its address.
-      const std::string text = error.what();
-      failures.push_back(text.substr(0, text.find('\n')));
+    } catch (const CommError&) {  // It was lost, or nobody is at its address.
       continue;
     }
     if (taken) throw UsageError("rpc::join: the name '" + name_ + "' is another worker's");
     peers_.watch(id, name);
     ++found;
   }
-  if (found > 0) return;
-  throw PeerLostError("rpc::join: no worker of the group is there any more [" +
-                      join(failures, "; ") + "]");
+  if (found == 0) throw PeerLostError("rpc::join: no worker of the group is there any more");
 }
 
 bool Worker::add_joined(int id, const std::string& name, const std::string& address) {
@@ -254,9 +229,9 @@ void Worker::wait_until_quiet(Clock::time_point deadline) {
   }
 }
 
-void Worker::leave_together(milliseconds limit) {
+void Worker::leave_together() {
   if (left_) return;
-  const auto deadline = Clock::now() + limit;
+  const auto deadline = Clock::now() + options_.shutdown_timeout;
   std::vector<std::string> lost;
   try {
     translated([&] {
@@ -279,7 +254,7 @@ void Worker::leave_together(milliseconds limit) {
     throw;
   }
   if (!lost.empty()) {
-    log_warning("rpc: worker '" + name_ + "' left without '" + join(lost, "', '") +
+    log_warning("rpc: worker '" + name_ + "' left without '" + lockstep::join(lost, "', '") +
                 "', which it had lost");
   }
   if (const auto behind = leave(); !behind.empty()) throw TimeoutError(behind);
@@ -292,12 +267,12 @@ void Worker::leave_now() noexcept {
 std::string Worker::leave() noexcept {
   if (left_) return {};
   left_ = true;
-  const auto deadline = Clock::now() + stop_timeout_;
+  const auto deadline = Clock::now() + options_.stop_timeout;
   try {
     if (fast_path_) fast_path_->stop();
     native::RRefContext::destroyInstance(true);
     // Both, as functions run on threads of the transport as well.
-    const bool stopped = stop_within(agent_, stop_timeout_);
+    const bool stopped = stop_within(agent_, options_.stop_timeout);
     const bool ended = threads_->end(time_left(deadline));
     if (native::RpcAgent::isCurrentRpcAgentSet()) native::RpcAgent::setCurrentRpcAgent(nullptr);
     if (stopped && ended) return {};
@@ -306,8 +281,8 @@ std::string Worker::leave() noexcept {
     keep_forever(fast_path_);
     const auto names = runner_->running();
     return "rpc: worker '" + name_ + "' left while " +
-           (names.empty() ? std::string("an answer") : "'" + join(names, "', '") + "'") +
-           " still ran there after " + seconds_text(stop_timeout_) +
+           (names.empty() ? std::string("an answer") : "'" + lockstep::join(names, "', '") + "'") +
+           " still ran there after " + seconds_text(options_.stop_timeout) +
            " (Options::stop_timeout): its thread was left behind";
   } catch (const std::exception&) {
     log_warning("rpc: while leaving: " + failure_text(std::current_exception()));

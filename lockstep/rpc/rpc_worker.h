@@ -14,13 +14,13 @@
 #include "lockstep/rpc/call_runner.h"
 #include "lockstep/rpc/fast_path.h"
 #include "lockstep/rpc/handler_threads.h"
-#include "lockstep/rpc/message_check.h"
 #include "lockstep/rpc/peers.h"
 #include "lockstep/rpc/transport.h"
 
 namespace lockstep::rpc::detail {
 
 class GuardedAgent;
+struct Guard;
 
 /// This worker's calls that are under way. Any thread.
 class CallCount {
@@ -69,29 +69,13 @@ class CallCount {
 /// contexts in a process, so there is one.
 class Worker {
  public:
-  struct Setup {
-    Store store;
-    std::string name;
-    int id = 0;                      ///< The rank, for those that start together.
-    std::vector<std::string> names;  ///< Theirs, by rank. None: this worker joins them.
-    int threads = 16;
-    int64_t max_pending = 0;
-    ServeLimits serve;
-    MessageLimits messages;
-    std::string secret;  ///< Empty: none.
-    std::string job;     ///< Of this job alone.
-    std::chrono::milliseconds timeout{};
-    std::chrono::milliseconds stop_timeout{};
-    Carrier carrier = Carrier::network;
-    std::string host;                ///< See TransportSetup.
-    std::shared_ptr<FastLink> link;  ///< Of the ranks; null: there is none.
-  };
   /// Meets the others. Throws as `rpc::init` and `rpc::join`.
-  static std::shared_ptr<Worker> start(const Setup& setup);
+  static std::shared_ptr<Worker> start(const WorkerSetup& setup);
   /// Leaves at once, unless it has left already.
   ~Worker();
 
   const std::string& name() const { return name_; }
+  const std::string& address() const { return address_; }
   int id() const { return id_; }
   /// Another worker has joined. False when it has this one's name.
   bool add_joined(int id, const std::string& name, const std::string& address);
@@ -102,15 +86,15 @@ class Worker {
   FastPath* fast_path() { return fast_path_.get(); }
   HandlerThreads& threads() { return *threads_; }
 
-  std::chrono::milliseconds timeout() const { return timeout_; }
+  std::chrono::milliseconds timeout() const { return options_.timeout; }
 
   /// Waits for the others that live, and until no call is under way. Throws as Agent::shutdown.
-  void leave_together(std::chrono::milliseconds limit);
+  void leave_together();
   /// Logs what was left behind.
   void leave_now() noexcept;
 
  private:
-  explicit Worker(const Setup& setup);
+  explicit Worker(const WorkerSetup& setup);
 
   /// Tells the others where this one is, and hears where they are.
   void meet(Store store);
@@ -126,10 +110,10 @@ class Worker {
 
   /// TensorPipe logs each connection that a worker's death or leaving breaks; calls report it.
   const QuietNativeLog quiet_;
+  const Options options_;
   const std::vector<std::string> names_;
-  const std::string name_;
+  const std::string name_, address_;
   const int id_;
-  const std::chrono::milliseconds timeout_, stop_timeout_;
   const std::shared_ptr<Guard> guard_;
   CallCount calls_;
   // Shared, as a function that does not end must not lose them.

@@ -41,8 +41,7 @@ at::Tensor readable(const at::Tensor& tensor,
   return tensor.detach().clone();
 }
 
-}  // namespace
-
+/// Empty: it can be sent.
 std::string why_unsendable(const at::Tensor& tensor) {
   std::ostringstream why;
   if (!is_dense_of_cpu(tensor)) {
@@ -60,6 +59,8 @@ std::string why_unsendable(const at::Tensor& tensor) {
   }
   return why.str();
 }
+
+}  // namespace
 
 void make_readable(std::vector<at::Tensor>& tensors) {
   const c10::InferenceMode off(false);  // Else the copies could not require a gradient.

@@ -64,19 +64,20 @@ std::vector<std::string> channels_of(Carrier carrier) {
 }  // namespace
 
 std::shared_ptr<native::TensorPipeAgent> make_tensorpipe_agent(
-    TransportSetup& setup, const c10::intrusive_ptr<c10d::Store>& addresses) {
+    const WorkerSetup& setup, std::unique_ptr<native::RequestCallback> callback,
+    const c10::intrusive_ptr<c10d::Store>& addresses) {
   listen_at(setup.host);
   // On one host that is polled nothing listens.
   const std::vector<std::string> transports{setup.carrier == Carrier::polled_memory ? "shm" : kTcp};
   const native::TensorPipeRpcBackendOptions options(
-      setup.threads, transports, channels_of(setup.carrier),
-      std::chrono::duration<float>(setup.timeout).count(), "env://");
+      setup.options.threads, transports, channels_of(setup.carrier),
+      std::chrono::duration<float>(setup.options.timeout).count(), "env://");
   // A group of a fixed size, as LibTorch takes its lock for such ones only. The size of 0 lets it
   // wait for nobody: GuardedAgent::add_worker makes the others known.
   return std::make_shared<native::TensorPipeAgent>(
       addresses, inner_name(setup.id), static_cast<native::worker_id_t>(setup.id),
       /*worldSize=*/0, options, std::unordered_map<std::string, native::DeviceMap>(),
-      std::vector<c10::Device>(), std::move(setup.callback));
+      std::vector<c10::Device>(), std::move(callback));
 }
 
 }  // namespace lockstep::rpc::detail

@@ -3,13 +3,17 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/ArrayRef.h>
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/rpc/message_check.h"
-
 namespace lockstep::rpc::detail {
+
+struct MessageLimits {
+  uint64_t bytes = 0;
+  int depth = 0;  ///< Of tuples within tuples.
+};
 
 /// Appends values to `bytes` in a form of our own, for messages within a host: None, bool, int64,
 /// double, strings, tuples and plain tensors of the CPU. False when one is of another kind, lies

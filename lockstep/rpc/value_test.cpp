@@ -2,8 +2,13 @@
 
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/ones.h>
 #include <gtest/gtest.h>
 
+#include <bit>
+#include <random>
+
+#include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 
 namespace shapes {
@@ -23,6 +28,8 @@ enum class Colour : int8_t { red, green };
 
 namespace lockstep::rpc {
 namespace value_test {
+
+using Random = std::mt19937_64;
 
 template <class T>
 T there_and_back(const T& value) {
@@ -91,6 +98,65 @@ TEST(Value, AnotherKindIsRefused) {
   EXPECT_THROW((Value<std::map<int, int>>::from(detail::make_tuple({1}))), DataError);
   EXPECT_THROW(Value<std::optional<int>>::from(detail::make_tuple({1, 2})), DataError);
   EXPECT_THROW(Value<shapes::Point>::from(detail::make_tuple({1.0})), DataError);
+}
+
+uint64_t below(Random& random, uint64_t limit) {
+  return random() % limit;
+}
+
+at::IValue random_value(Random& random, int depth) {
+  switch (below(random, depth > 0 ? 9 : 7)) {
+    case 0:
+      return {};
+    case 1:
+      return static_cast<int64_t>(random());
+    case 2:
+      return std::bit_cast<double>(random());
+    case 3:
+      return below(random, 2) == 1;
+    case 4:
+      return std::string(below(random, 40), static_cast<char>(random()));
+    case 5:
+      return at::ones({static_cast<int64_t>(below(random, 4))});
+    case 6:
+      return at::ones({2, 2}, at::kByte).t();
+    default: {
+      std::vector<at::IValue> parts;
+      for (uint64_t left = below(random, 6); left > 0; --left) {
+        parts.push_back(random_value(random, depth - 1));
+      }
+      return detail::make_tuple(std::move(parts));
+    }
+  }
+}
+
+/// The value is read, or refused.
+template <class... T>
+void read_as(const at::IValue& sent, int64_t& read) {
+  const auto one = [&](auto type) {
+    try {
+      Value<decltype(type)>::from(sent);
+      ++read;
+    } catch (const DataError&) {
+    }
+  };
+  (one(T{}), ...);
+}
+
+TEST(Value, AnyValueIsReadOrRefused) {
+  const auto given = env_string("LOCKSTEP_FUZZ_SEED");
+  const uint64_t seed = given ? std::stoull(*given) : std::random_device{}();
+  SCOPED_TRACE(seed);
+  Random random(seed);
+  int64_t read = 0;
+  for (int i = 0; i < 3'000; ++i) {
+    const at::IValue sent = random_value(random, 4);
+    read_as<bool, int8_t, int64_t, uint64_t, float, std::string, at::Tensor, std::vector<double>,
+            std::vector<uint8_t>, std::vector<bool>, std::vector<std::string>,
+            std::vector<at::Tensor>, std::map<std::string, int>, std::optional<std::vector<int>>,
+            std::pair<int, std::string>, std::tuple<at::Tensor, std::optional<bool>>>(sent, read);
+  }
+  EXPECT_GT(read, 1'500);
 }
 
 struct NoFields {};
