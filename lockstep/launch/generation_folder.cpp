@@ -26,70 +26,66 @@ void write_new_file(const std::filesystem::path& path, const std::string& conten
   write_all(file.get(), content.data(), content.size(), path);
 }
 
+std::string joined(int64_t number) {
+  return "joined-" + std::to_string(number);
+}
+
+std::string left(int64_t number) {
+  return "left-" + std::to_string(number);
+}
+
 }  // namespace
 
-std::filesystem::path GenerationFolder::file_of(int64_t number) const {
-  return folder_ / ("generation-" + std::to_string(number));
-}
-
-std::filesystem::path GenerationFolder::mark_of(int worker) const {
-  return folder_ / ("worker-" + std::to_string(worker));
-}
-
-std::filesystem::path GenerationFolder::leave_of(int worker, int64_t number) const {
-  return folder_ / ("left-" + std::to_string(number) + "-" + std::to_string(worker));
-}
-
-std::filesystem::path GenerationFolder::join_of(int worker, int64_t number) const {
-  return folder_ / ("joined-" + std::to_string(number) + "-" + std::to_string(worker));
+std::filesystem::path GenerationFolder::file_of(const std::string& what, int64_t number) const {
+  return folder_ / (what + "-" + std::to_string(number));
 }
 
 /// Renamed into place, as the launcher reads it.
 void GenerationFolder::announce(int worker, const std::set<int>& sizes) const {
   std::string text;
   for (const int size : sizes) text += std::to_string(size) + " ";
-  const auto aside = folder_ / ("worker-new-" + std::to_string(worker));
+  const auto aside = file_of("worker-new", worker);
   write_new_file(aside, text);
-  std::filesystem::rename(aside, mark_of(worker));
+  std::filesystem::rename(aside, file_of("worker", worker));
 }
 
 bool GenerationFolder::has_announced(int worker) const {
-  return is_there(mark_of(worker));
+  return is_there(file_of("worker", worker));
 }
 
 bool GenerationFolder::accepts(int worker, size_t members) const {
-  const auto sizes = split(read_file(mark_of(worker)), ' ');
+  const auto sizes = split(read_file(file_of("worker", worker)), ' ');
   const auto is_it = [&](const auto& word) { return word == std::to_string(members); };
   return sizes.size() <= 1 || std::any_of(sizes.begin(), sizes.end(), is_it);
 }
 
 void GenerationFolder::join(int worker, int64_t number) const {
-  write_new_file(join_of(worker, number), {});
+  write_new_file(file_of(joined(number), worker), {});
 }
 
 bool GenerationFolder::has_joined(int worker, int64_t number) const {
-  return is_there(join_of(worker, number));
+  return is_there(file_of(joined(number), worker));
 }
 
 void GenerationFolder::leave(int worker, int64_t number) const {
-  write_new_file(leave_of(worker, number), {});
+  write_new_file(file_of(left(number), worker), {});
 }
 
 bool GenerationFolder::has_left(int worker, int64_t number) const {
-  return is_there(leave_of(worker, number));
+  return is_there(file_of(left(number), worker));
 }
 
 void GenerationFolder::forget(int worker) const {
   std::error_code ignored;
-  std::filesystem::remove(mark_of(worker), ignored);
+  std::filesystem::remove(file_of("worker", worker), ignored);
 }
 
 void GenerationFolder::promise(int64_t number) const {
-  write_new_file(folder_ / ("promised-" + std::to_string(number)), {});
+  write_new_file(file_of("promised", number), {});
 }
 
 bool GenerationFolder::is_promised(int64_t number) const {
-  return is_there(folder_ / ("promised-" + std::to_string(number)));
+  return is_there(file_of("promised", number));
 }
 
 void GenerationFolder::publish(const Generation& generation) const {
@@ -104,12 +100,12 @@ void GenerationFolder::publish(const Generation& generation) const {
   }
   const auto aside = folder_ / "generation-new";
   write_new_file(aside, text);
-  std::filesystem::rename(aside, file_of(generation.number));
+  std::filesystem::rename(aside, file_of("generation", generation.number));
 }
 
 Generation GenerationFolder::read(int64_t number) const {
   Generation generation{.number = number, .members = {}};
-  const auto lines = split(read_file(file_of(number)), '\n');
+  const auto lines = split(read_file(file_of("generation", number)), '\n');
   for (const auto& word : split(lines.at(0), ' ')) {
     if (const auto member = parse_int(word))
       generation.members.push_back(static_cast<int>(*member));
@@ -126,11 +122,11 @@ Generation GenerationFolder::read(int64_t number) const {
 }
 
 Generation GenerationFolder::first() const {
-  return is_there(file_of(0)) ? read(0) : Generation{};
+  return is_there(file_of("generation", 0)) ? read(0) : Generation{};
 }
 
 bool GenerationFolder::has_after(int64_t number) const {
-  return is_there(file_of(number + 1));
+  return is_there(file_of("generation", number + 1));
 }
 
 std::optional<Generation> GenerationFolder::newest_after(int64_t number) const {

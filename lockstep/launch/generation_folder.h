@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <optional>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "lockstep/launch/host_agent.h"
@@ -58,10 +59,7 @@ class GenerationFolder {
   std::optional<Generation> newest_after(int64_t number) const;
 
  private:
-  std::filesystem::path file_of(int64_t number) const;
-  std::filesystem::path mark_of(int worker) const;
-  std::filesystem::path leave_of(int worker, int64_t number) const;
-  std::filesystem::path join_of(int worker, int64_t number) const;
+  std::filesystem::path file_of(const std::string& what, int64_t number) const;
   Generation read(int64_t number) const;
 
   std::filesystem::path folder_;

@@ -1,7 +1,6 @@
 #include "lockstep/launch/launcher.h"
 
 #include <poll.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -35,7 +34,6 @@ using Time = Clock::time_point;
 constexpr std::chrono::milliseconds kDrainLimit{1000};
 constexpr std::chrono::milliseconds kServedInterval{10};
 constexpr std::chrono::milliseconds kServeLimit{60'000};
-constexpr std::chrono::milliseconds kOrphanLimit{1000};
 /// How often to look whether a new process has come to join the others.
 constexpr std::chrono::milliseconds kExpectedInterval{5};
 /// The same for ranks that hang.
@@ -104,14 +102,6 @@ HostEnd end_of_host(WorkerFailure failure, int signal) {
   return {.exit_code = end.exit_code, .text = failure.text(), .can_retry = may_help(end)};
 }
 
-/// A worker that reads the terminal must not go on reading once the shell does.
-bool stops_workers(const LaunchPlan& plan) {
-  const bool is_forwarded =
-      std::find(plan.signals.begin(), plan.signals.end(), SIGTSTP) != plan.signals.end();
-  return !is_forwarded && std::any_of(plan.workers.begin(), plan.workers.end(),
-                                      [](const auto& worker) { return worker.inherit_stdin; });
-}
-
 /// What they mean is the workers' to know: Slurm sends one before it ends a job.
 constexpr int kMessages[] = {SIGUSR1, SIGUSR2};
 
@@ -126,7 +116,6 @@ std::vector<int> caught_signals(const LaunchPlan& plan) {
     if (std::find(signals.begin(), signals.end(), signal) == signals.end())
       signals.push_back(signal);
   }
-  if (stops_workers(plan)) signals.push_back(SIGTSTP);
   return signals;
 }
 
@@ -291,14 +280,7 @@ class Launcher {
     for (const auto& [index, end] : std::exchange(missing_, {})) send(job_.ended(index, end, now));
   }
 
-  void stop_and_continue() {
-    send(SIGSTOP);
-    SignalCatcher::stop();
-    send(SIGCONT);
-  }
-
   void take_signal(int signal, Time now) {
-    if (signal == SIGTSTP && stops_workers(plan_)) return stop_and_continue();
     if (is_message(plan_, signal)) {
       has_passed_usr1_on_ = has_passed_usr1_on_ || signal == SIGUSR1;
       return send(signal);
@@ -319,7 +301,10 @@ class Launcher {
     }
     if (!supervisor_->gone()) return;
     drain_until_ = now + kDrainLimit;
-    if (!job_.all_ended()) supervisor_was_killed(now);
+    // Else someone has killed it, and the kernel the workers with it.
+    supervisor_killed_ = !job_.all_ended();
+    for (size_t i = 0; i < pids_.size(); ++i)
+      if (pids_[i] > 0 && !job_.end_of(static_cast<int>(i))) ::kill(-pids_[i], SIGKILL);
   }
 
   void take_end(int index, const SupervisorEvent& event, Time now) {
@@ -440,20 +425,6 @@ class Launcher {
                      failed ? failure_of(index, *end).line() : "", others_go_on, is_replaced});
   }
 
-  /// Someone killed the supervisor, and the kernel the workers with it; nothing can be saved.
-  void supervisor_was_killed(Time now) {
-    supervisor_killed_ = true;
-    for (size_t i = 0; i < pids_.size(); ++i) {
-      if (job_.end_of(static_cast<int>(i))) continue;
-      if (pids_[i] > 0) ::kill(-pids_[i], SIGKILL);
-      job_.failed(now);
-      WorkerEnd end;
-      end.wait_status = SIGKILL;
-      job_.ended(static_cast<int>(i), end, now);
-    }
-    if (plan_.owns_process) kill_descendants(kOrphanLimit);
-  }
-
   void pump(Time now) {
     out_.pump();
     err_.pump();
@@ -566,7 +537,6 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
   ensure_standard_descriptors();
   LaunchPlan plan = plan_of(0);
   SignalCatcher signals(caught_signals(plan));  // Between attempts too.
-  if (plan.owns_process) prctl(PR_SET_CHILD_SUBREAPER, 1);
   Attempts attempts{.max_restarts = max_restarts};
   while (true) {
     auto launcher = std::make_unique<Launcher>(plan, signals, attempts);
@@ -691,7 +661,6 @@ void launch(HostAgent& agent, const std::vector<int>& signals,
   LaunchPlan any;
   any.signals = signals;
   SignalCatcher catcher(caught_signals(any));
-  prctl(PR_SET_CHILD_SUBREAPER, 1);
   HostLaunch(agent, plan_of).run(catcher);
 }
 

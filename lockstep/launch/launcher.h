@@ -76,9 +76,6 @@ struct LaunchPlan {
   bool reports_suffice = false;
   std::filesystem::path
       scratch;  ///< A folder to remove at the end, however it comes; may be empty.
-  /// This process does nothing else: every descendant of it belongs to the job. We may kill these
-  /// should the supervisor be killed.
-  bool owns_process = false;
   std::chrono::milliseconds grace{800};                           ///< See Job::Options.
   std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.

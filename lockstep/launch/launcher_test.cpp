@@ -486,31 +486,5 @@ TEST_F(LauncherTest, AnUnwritableLogIsNamedAndNothingStarts) {
   EXPECT_FALSE(fs::exists(folder_.path() / "started"));
 }
 
-TEST(Descendants, AreFoundThroughTheWholeTree) {
-  int fds[2];
-  ASSERT_EQ(pipe(fds), 0);
-  const pid_t child = fork();
-  if (child == 0) {
-    const pid_t grandchild = fork();
-    if (grandchild == 0) {
-      pause();
-      _exit(0);
-    }
-    if (write(fds[1], &grandchild, sizeof grandchild) < 0) _exit(1);
-    pause();
-    _exit(0);
-  }
-  pid_t grandchild = 0;
-  ASSERT_EQ(read(fds[0], &grandchild, sizeof grandchild), ssize_t{sizeof grandchild});
-  const auto below = descendants_of(getpid());
-  EXPECT_NE(std::find(below.begin(), below.end(), child), below.end());
-  EXPECT_NE(std::find(below.begin(), below.end(), grandchild), below.end());
-  kill(grandchild, SIGKILL);
-  kill(child, SIGKILL);
-  waitpid(child, nullptr, 0);
-  close(fds[0]);
-  close(fds[1]);
-}
-
 }  // namespace launcher_test
 }  // namespace lockstep::launch

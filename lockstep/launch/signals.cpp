@@ -70,14 +70,4 @@ std::optional<int> SignalCatcher::next() {
   return size == 1 ? std::optional<int>(byte) : std::nullopt;
 }
 
-void SignalCatcher::stop() {
-  struct sigaction by_default {};
-  struct sigaction ours {};
-  by_default.sa_handler = SIG_DFL;
-  sigemptyset(&by_default.sa_mask);
-  sigaction(SIGTSTP, &by_default, &ours);
-  ::raise(SIGTSTP);
-  sigaction(SIGTSTP, &ours, nullptr);
-}
-
 }  // namespace lockstep::launch

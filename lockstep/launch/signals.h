@@ -11,7 +11,7 @@ namespace lockstep::launch {
 
 /// Where they were ignored at our start, they are ignored here and in the workers: by nohup, and in
 /// background jobs of a shell without job control. Any other is handled all the same.
-constexpr int kStayIgnored[] = {SIGHUP, SIGINT, SIGQUIT, SIGTSTP};
+constexpr int kStayIgnored[] = {SIGHUP, SIGINT, SIGQUIT};
 
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
 /// ignored. Those of `kStayIgnored` that were ignored stay so. What was before is put back at
@@ -29,9 +29,6 @@ class SignalCatcher {
   int fd() const { return read_.get(); }
   /// The next signal that came. None: none now.
   std::optional<int> next();
-  /// Stops this process as SIGTSTP does by default, and returns when it is continued. Returns at
-  /// once where nobody could continue it (the kernel's orphaned process group).
-  static void stop();
 
  private:
   UniqueFd read_;

@@ -7,9 +7,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 #include <string>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/random.h"
 #include "lockstep/base/settings.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/last_words.h"
@@ -81,14 +83,6 @@ uint64_t common_seed(const World& world, uint64_t own) {
   return seed;
 }
 
-void seed_alike(const World& world, std::optional<uint64_t> seed) {
-  if (world.size() > 1 && world.rank() == 0) {
-    Store store = world.store();
-    store.set(kSeedKey, seed ? std::to_string(*seed) : "none");
-  }
-  if (seed) at::manual_seed(world.size() > 1 ? common_seed(world, *seed) : *seed);
-}
-
 }  // namespace
 
 namespace launch {
@@ -103,7 +97,12 @@ void start_ranks(int nprocs, const StartOptions& options, const std::string& nam
 }
 
 void seed_ranks(const World& world, const StartOptions& options) {
-  seed_alike(world, options.seed);
+  const auto seed = options.seed;
+  if (world.size() > 1 && world.rank() == 0) {
+    Store store = world.store();
+    store.set(kSeedKey, seed ? std::to_string(*seed) : "none");
+  }
+  if (seed) at::manual_seed(world.size() > 1 ? common_seed(world, *seed) : *seed);
 }
 
 }  // namespace launch
@@ -111,8 +110,22 @@ void seed_ranks(const World& world, const StartOptions& options) {
 World start(int nprocs, const StartOptions& options) {
   launch::start_ranks(nprocs, options, "start", false);
   World world = init(options.init);
-  seed_alike(world, options.seed);
+  launch::seed_ranks(world, options);
   return world;
+}
+
+at::Generator rank_generator(const World& world, std::optional<uint64_t> seed) {
+  at::Generator common = at::globalContext().defaultGenerator(world.device());
+  const auto copy = [&] {
+    const std::lock_guard lock(common.mutex());
+    return common.clone();
+  };
+  at::Generator own = copy();
+  // LibTorch's generator of the CPU takes the lower 32 bits. Counted on from one number, those of
+  // all ranks differ. The seed is mixed, as the default generator has the seed itself.
+  const auto first = static_cast<uint32_t>(KeyedRandom(seed.value_or(own.current_seed())).next());
+  own.set_current_seed(first + static_cast<uint32_t>(world.rank()));
+  return own;
 }
 
 }  // namespace lockstep

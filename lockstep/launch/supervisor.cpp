@@ -1,6 +1,5 @@
 #include "lockstep/launch/supervisor.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <linux/close_range.h>
 #include <poll.h>
@@ -17,8 +16,6 @@
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
-#include <map>
-#include <span>
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
@@ -96,30 +93,27 @@ std::vector<std::string> stat_of(const std::string& process) {
   return name_end == line.npos ? std::vector<std::string>() : split(line.substr(name_end + 2), ' ');
 }
 
-/// Where the kernel reads this process's command line. Empty where it does not say.
-std::span<char> own_arguments() {
-  constexpr size_t kArgStart = 45;  // field 48 of proc(5)
-  const auto fields = stat_of("self");
-  if (fields.size() <= kArgStart + 1) return {};
-  const auto begin = std::strtoull(fields[kArgStart].c_str(), nullptr, 10);
-  const auto end = std::strtoull(fields[kArgStart + 1].c_str(), nullptr, 10);
-  if (begin == 0 || end < begin) return {};
-  return {reinterpret_cast<char*>(begin), end - begin};  // NOLINT(performance-no-int-to-ptr)
-}
-
-/// 0 where the process is gone or the kernel does not say.
-int threads_of(const std::string& process) {
-  struct stat folder {};
-  if (::stat(("/proc/" + process + "/task").c_str(), &folder) != 0) return 0;
-  return static_cast<int>(folder.st_nlink) - 2;  // less "." and ".."
-}
-
-/// A process whose first thread alone has ended shows as a zombie too, but lives on in the others.
-bool has_ended(pid_t pid) {
-  const auto process = std::to_string(pid);
-  const auto stat = stat_of(process);
-  if (stat.empty() || stat[0] == "X") return true;
-  return stat[0] == "Z" && threads_of(process) <= 1;
+/// Kills everything below this process and reaps it. As a child subreaper it becomes the parent of
+/// what it makes an orphan. Gives up after `limit`: a process that waits in the kernel for a dead
+/// disk does not end.
+void kill_descendants(std::chrono::milliseconds limit) {
+  const auto self = std::to_string(getpid());
+  const auto end = std::chrono::steady_clock::now() + limit;
+  while (std::chrono::steady_clock::now() < end) {
+    pid_t reaped = 0;
+    do {
+      reaped = waitpid(-1, nullptr, WNOHANG);
+    } while (reaped > 0);
+    if (reaped < 0) return;  // Who has no child has nothing below.
+    for (const auto& entry : std::filesystem::directory_iterator("/proc")) {
+      const std::string process = entry.path().filename();
+      const auto pid = parse_int(process);
+      const auto stat = pid ? stat_of(process) : std::vector<std::string>();
+      if (stat.size() > 1 && stat[1] == self) ::kill(static_cast<pid_t>(*pid), SIGKILL);
+    }
+    constexpr timespec kPause{0, 2'000'000};
+    nanosleep(&kPause, nullptr);
+  }
 }
 
 /// The process that the supervisor becomes. It only makes system calls and allocates: after a fork
@@ -152,7 +146,6 @@ class SupervisorProcess {
     setsid();
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     prctl(PR_SET_NAME, "supervisor");
-    rename_arguments();
     std::vector<int> kept = {control_, events_};
     for (const auto& plan : plans_) kept.insert(kept.end(), {plan.stdout_fd, plan.stderr_fd});
     close_others(kept);
@@ -169,16 +162,6 @@ class SupervisorProcess {
     // a copy of the pipe's end in some other process.
     starter_ = static_cast<int>(syscall(SYS_pidfd_open, getppid(), 0));
     child_signals_ = signalfd(-1, &children, SFD_CLOEXEC | SFD_NONBLOCK);
-  }
-
-  /// A user who kills our program by the pattern of its command line should not hit the supervisor.
-  void rename_arguments() {
-    arguments_ = own_arguments();
-    constexpr char kName[] = "supervisor";
-    if (arguments_.size() < sizeof kName) return;
-    own_words_.assign(arguments_.begin(), arguments_.end());
-    std::fill(arguments_.begin(), arguments_.end(), '\0');
-    std::copy(std::begin(kName), std::end(kName), arguments_.begin());
   }
 
   void report(SupervisorEvent::Kind kind, int index, int value) {
@@ -231,7 +214,6 @@ class SupervisorProcess {
     ::close(events_);
     clearenv();
     for (const auto& variable : plan.env) putenv(const_cast<char*>(variable.c_str()));
-    std::copy(own_words_.begin(), own_words_.end(), arguments_.begin());
     prctl(PR_SET_NAME, program_invocation_short_name);
     const int code = plan.body();
     std::fflush(nullptr);
@@ -295,10 +277,8 @@ class SupervisorProcess {
   int events_;
   std::vector<int> ignored_;  ///< Signals that workers ignore.
   int child_signals_ = -1;
-  int starter_ = -1;             // a pidfd; -1 where the kernel has none
-  std::span<char> arguments_;    ///< Where the kernel reads this process's command line.
-  std::vector<char> own_words_;  ///< What stood there.
-  std::vector<pid_t> pids_;      // -1: not started or reaped
+  int starter_ = -1;         // a pidfd; -1 where the kernel has none
+  std::vector<pid_t> pids_;  // -1: not started or reaped
 };
 
 struct Pipe {
@@ -323,42 +303,9 @@ bool forks_can_go_on() {
   for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}) {
     if (std::getenv(name)) return false;
   }
-  return threads_of("self") == 1;
-}
-
-std::vector<pid_t> descendants_of(pid_t root) {
-  std::multimap<pid_t, pid_t> children;
-  DIR* folder = opendir("/proc");
-  if (!folder) return {};
-  while (const dirent* entry = readdir(folder)) {
-    const auto pid = parse_int(entry->d_name);
-    if (!pid) continue;
-    const auto stat = stat_of(entry->d_name);
-    if (stat.size() > 1) children.emplace(parse_int(stat[1]).value_or(0), *pid);
-  }
-  closedir(folder);
-  std::vector<pid_t> below = {root};
-  for (size_t i = 0; i < below.size(); ++i) {
-    const auto [begin, end] = children.equal_range(below[i]);
-    for (auto it = begin; it != end; ++it) below.push_back(it->second);
-  }
-  below.erase(below.begin());
-  std::erase_if(below, has_ended);
-  return below;
-}
-
-void kill_descendants(std::chrono::milliseconds limit) {
-  const auto end = std::chrono::steady_clock::now() + limit;
-  while (std::chrono::steady_clock::now() < end) {
-    pid_t reaped = 0;
-    do {
-      reaped = waitpid(-1, nullptr, WNOHANG);
-    } while (reaped > 0);
-    if (reaped < 0) return;  // Who has no child has nothing below.
-    for (const pid_t pid : descendants_of(getpid())) ::kill(pid, SIGKILL);
-    constexpr timespec kPause{0, 2'000'000};
-    nanosleep(&kPause, nullptr);
-  }
+  struct stat threads {};
+  // Less "." and "..".
+  return ::stat("/proc/self/task", &threads) == 0 && threads.st_nlink - 2 == 1;
 }
 
 Supervisor::Supervisor(const std::vector<ProcessPlan>& processes,

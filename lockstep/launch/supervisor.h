@@ -2,7 +2,6 @@
 
 #include <sys/types.h>
 
-#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -90,11 +89,5 @@ class Supervisor {
   pid_t pid_ = -1;
   bool gone_ = false;
 };
-
-/// Processes below `root` in the process tree, without those that have ended and wait to be reaped.
-std::vector<pid_t> descendants_of(pid_t root);
-/// Kills everything below this process, which must be a child subreaper, and reaps its children.
-/// Gives up after `limit`: a process that waits in the kernel for a dead disk does not end.
-void kill_descendants(std::chrono::milliseconds limit);
 
 }  // namespace lockstep::launch

@@ -13,7 +13,7 @@ import time
 import unittest
 
 from lockstep_testing import main, temporary_folder, wait_until
-from run_testing import CPP_RANK, Launched, alive, lockstep_run, processes_with, seconds, wait_for_files
+from run_testing import CPP_RANK, Launched, alive, lockstep_run, name_of, processes_with, seconds, wait_for_files
 
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 
@@ -323,27 +323,6 @@ class Signals(unittest.TestCase):
                 code, out, _ = launched.end()
                 self.assertEqual((code, out), (128 + signal.SIGUSR1, "[rank0]: usr1\n"))
 
-    def test_ctrl_z_stops_a_rank_that_reads_our_input(self):
-        def state(pid):
-            return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-
-        with temporary_folder() as folder:
-            os.mkfifo(folder / "go")
-            # It starts no process: a shell whose new child is stopped before exec waits for that in vfork ("D").
-            text = "echo $$ > $OUT/pid; read word < $OUT/go"
-            # Not in a session of its own: there nobody could continue it, and the kernel does not stop it.
-            with Launched("sh", "-c", text, env={"OUT": str(folder)}, start_new_session=False, preexec_fn=os.setpgrp) as launched:
-                wait_for_files(folder / "pid")
-                launched.send(signal.SIGTSTP)
-                for pid in (launched.process.pid, number_in(folder / "pid")):
-                    wait_until(lambda: state(pid) == "T", 10, f"the stop of {pid}")
-                launched.send(signal.SIGCONT)
-                with open(folder / "go", "r+b", buffering=0) as go:  # "+": does not wait for a reader
-                    go.write(b"go\n")
-                    code, _, err = launched.end()
-                self.assertEqual(code, 0, err)
-                launched.nothing_left()
-
     def test_at_any_moment(self):
         seed = random.SystemRandom().randrange(2**32)
         print(f"seed {seed}", file=sys.stderr)
@@ -421,14 +400,14 @@ class Killed(unittest.TestCase):
             launched.nothing_left()
 
     def test_the_supervisor(self):
-        with temporary_folder() as folder, self.start(folder) as launched:
-            supervisors = [pid for pid, line in processes_with(launched.mark) if line.startswith(b"supervisor\0")]
-            self.assertEqual(len(supervisors), 1)
-            os.kill(supervisors[0], signal.SIGKILL)
+        with temporary_folder() as folder, \
+                Launched("--nproc-per-node", 2, "sh", "-c", STUBBORN, env={"OUT": str(folder)}) as launched:
+            wait_for_files(folder / "pid0", folder / "pid1")
+            supervisor, = [pid for pid, _ in processes_with(launched.mark) if name_of(pid) == "supervisor"]
+            os.kill(supervisor, signal.SIGKILL)
             code, _, err = launched.end()
             self.assertEqual(code, 1)
             self.assertIn("keeps the workers was killed", err)
-            self.all_gone(folder)
             launched.nothing_left()
 
     def test_one_worker(self):

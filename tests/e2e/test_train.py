@@ -19,6 +19,7 @@ import unittest
 import zlib
 
 import lockstep_testing as t
+from run_testing import name_of
 
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 OUTCOME = re.compile(r"test accuracy (\d\.\d{4}) loss (\d+\.\d{4})")
@@ -45,19 +46,18 @@ def alive(pid):
 
 
 def processes_below(root):
-    """The numbers and command lines of all descendants of a process."""
-    parents, lines = {}, {}
+    """The numbers of all descendants of a process."""
+    parents = {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
-            with open(f"/proc/{entry}/stat") as stat, open(f"/proc/{entry}/cmdline", "rb") as line:
+            with open(f"/proc/{entry}/stat") as stat:
                 parents[int(entry)] = int(stat.read().rsplit(")", 1)[1].split()[1])
-                lines[int(entry)] = line.read()
         except (FileNotFoundError, ProcessLookupError):
             continue
     below = [root]
     for parent in below:
         below += [pid for pid in parents if parents[pid] == parent]
-    return [(pid, lines[pid]) for pid in below[1:]]
+    return below[1:]
 
 
 def group_members(pgid):
@@ -608,7 +608,7 @@ class Ending(unittest.TestCase):
             process, metrics = self.start(folder, "--devices", 2, "--checkpoint-dir", folder / "saved")
             t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
             # Of every process but the supervisor, which no terminal reaches: the parent forwards it as well.
-            ranks = [pid for pid, line in processes_below(process.pid) if not line.startswith(b"supervisor\0")]
+            ranks = [pid for pid in processes_below(process.pid) if name_of(pid) != "supervisor"]
             self.assertEqual(len(ranks), 2, ranks)
             for pid in [*ranks, process.pid]:
                 os.kill(pid, signal.SIGINT)
@@ -626,7 +626,7 @@ class Ending(unittest.TestCase):
             reader = threading.Thread(target=lambda: [lines.append(line) for line in process.stderr])
             reader.start()
             t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
-            victim = next(pid for pid, line in processes_below(process.pid) if not line.startswith(b"supervisor\0"))
+            victim = next(pid for pid in processes_below(process.pid) if name_of(pid) != "supervisor")
             told = re.compile(r"rank [01] is slow: its own part of a step takes [\d.]+ ms, that of the other ranks [\d.]+ ms")
             deadline = time.monotonic() + 60
             while not any(map(told.search, lines)) and time.monotonic() < deadline:

@@ -35,6 +35,11 @@ def processes_with(mark):
     return found
 
 
+def name_of(pid):
+    """As ps shows it."""
+    return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+
+
 def running(mark, program):
     """The processes of a job that run this program as ranks."""
     found = []

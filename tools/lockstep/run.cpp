@@ -232,7 +232,6 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
   if (!options.err_filters.empty())
     plan.err_copies = {logs.shared_file("filtered_stderr.log"), options.err_filters};
   plan.scratch = logs.scratch();
-  plan.owns_process = true;
   plan.repeat_shown_lines = false;
   const auto timeout = launch::shutdown_timeout(options.shutdown_timeout);
   plan.grace = timeout.after_failure;
