@@ -16,6 +16,25 @@
 #include "lockstep/comm/shared_memory/messages.h"
 #include "tests/support/run_ranks.h"
 
+namespace lockstep::shm {
+
+/// What tests must know of its inside.
+struct MessagesProbe {
+  const Messages& messages;
+  int size() const { return messages.size_; }
+  size_t eager_bytes() const { return messages.eager_; }
+  size_t chunk_bytes() const { return messages.chunk_; }
+  bool parked() const { return messages.parked_; }
+  /// Announcements that wait for their receives. No other thread may be in a call.
+  size_t unreceived() const {
+    size_t count = 0;
+    for (const auto& list : messages.arrived_) count += list.size();
+    return count;
+  }
+};
+
+}  // namespace lockstep::shm
+
 namespace lockstep::shm::messages_world {
 
 using lockstep::test::expect_ok;
@@ -100,6 +119,7 @@ struct Wish {
   int tag = 0;
   std::chrono::milliseconds timeout{20'000};
   uint64_t kind = 1;
+  std::function<void()> then = {};  ///< MessageCall::finished.
 };
 
 inline MessageCall call_of(Bytes& bytes, const Wish& wish, const std::string& what) {
@@ -108,6 +128,7 @@ inline MessageCall call_of(Bytes& bytes, const Wish& wish, const std::string& wh
   call.data = bytes.data();
   call.bytes = bytes.size();
   call.timeout = wish.timeout;
+  if (wish.then) call.finished = [then = wish.then](const std::exception_ptr&) { then(); };
   call.call = std::make_shared<PlainCall>(
       what + " of " + std::to_string(bytes.size()) + " bytes of kind " + std::to_string(wish.kind),
       wish.kind);

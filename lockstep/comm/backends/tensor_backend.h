@@ -80,7 +80,7 @@ class TensorBackend : public c10d::Backend {
   virtual OwnWork make_work(Request request) = 0;
   /// Begins the call. What becomes of it is left in the work.
   virtual void submit(const OwnWork& work) = 0;
-  /// In which dtype a reduction is done. Throws UsageError where `dtype` has not that reduction.
+  /// In which dtype a reduction is done. Throws UsageError where the backend has none of `dtype`.
   virtual at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp&) const {
     return dtype;
   }

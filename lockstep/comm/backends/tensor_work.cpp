@@ -129,7 +129,7 @@ bool TensorWork::end(std::exception_ptr error) {
       error = std::current_exception();
     }
   }
-  note_end(error);
+  FlightRecorder::of_process().end(recorded_, error);
   if (const auto end = std::exchange(recordFunctionEndCallback_, nullptr)) end();
   {
     const std::lock_guard lock(mutex_);

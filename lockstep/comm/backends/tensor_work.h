@@ -90,7 +90,6 @@ class TensorWork : public c10d::Work, public shm::Call {
   /// a backend "shm" and with its tensors. `watchers`: at::getStepCallbacksUnlessEmpty of
   /// USER_SCOPE.
   void record(const std::string& backend, at::StepCallbacks&& watchers);
-  bool recorded() const { return recordFunctionEndCallback_ != nullptr; }
 
   // Where the backend reads and writes: plain (is_plain), of `dtype` (the tensor's own without),
   // alive until the end, and the caller's memory itself where that fits.
@@ -115,14 +114,11 @@ class TensorWork : public c10d::Work, public shm::Call {
   /// goes on.
   bool end(std::exception_ptr error);
   void run_callbacks();
-  /// Tells the flight recorder how the call ended. Once is enough.
-  void note_end(const std::exception_ptr& error) const {
-    FlightRecorder::of_process().end(recorded_, error);
-  }
 
  protected:
   /// Once, before the results are written. May throw.
   virtual void finish_results() {}
+  CallSignature signature() const;
   /// A new tensor that lives until the end.
   at::Tensor keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
 
@@ -130,7 +126,6 @@ class TensorWork : public c10d::Work, public shm::Call {
   const Tensors& results() const {
     return request_.outputs.empty() ? request_.inputs : request_.outputs;
   }
-  CallSignature signature() const;
   void resolve(c10::ivalue::Future& future) const;
   /// Those who wait go on.
   void let_go();

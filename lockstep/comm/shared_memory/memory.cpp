@@ -28,11 +28,12 @@ bool holds(int fd, size_t bytes) {
          static_cast<size_t>(status.st_size) == bytes;
 }
 
-}  // namespace
-
+/// "3 MiB", rounded up.
 std::string mebibytes(size_t bytes) {
   return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
 }
+
+}  // namespace
 
 size_t whole_pages(size_t bytes) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));

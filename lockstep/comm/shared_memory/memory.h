@@ -12,8 +12,6 @@
 
 namespace lockstep::shm {
 
-/// "3 MiB", rounded up.
-std::string mebibytes(size_t bytes);
 size_t whole_pages(size_t bytes);
 /// Whole cache lines.
 inline size_t up_to_line(size_t bytes) {

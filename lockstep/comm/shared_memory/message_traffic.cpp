@@ -16,7 +16,7 @@ constexpr size_t kTurnBytes = 256 << 10;
 }  // namespace
 
 Mailbox& Messages::mailbox(int rank) {
-  return *reinterpret_cast<Mailbox*>(group_.segment().messages(rank, rank));
+  return *reinterpret_cast<Mailbox*>(group_.segment().messages(rank, size_));
 }
 
 template <class Visit>
@@ -79,7 +79,7 @@ void Messages::handle(int rank, const Frame& frame, const std::byte* payload) {
       if (const MessagePtr recv = take_posted(rank, frame.tag)) {
         match(rank, frame, payload, recv);
       } else {
-        arrived_[bucket(frame.tag)].push_back({rank, frame, {payload, payload + frame.bytes}, {}});
+        arrived_[bucket(frame.tag)].push_back({rank, frame, {payload, payload + frame.bytes}});
       }
       break;
     case FrameKind::ack:
@@ -118,11 +118,11 @@ void Messages::on_clear(int rank, const Frame& frame) {
 void Messages::on_refuse(int rank, const Frame& frame) {
   const MessagePtr send = take_answered(peers_[static_cast<size_t>(rank)], frame.id);
   if (!send) return;
-  finish(send, mismatch({{send->hash_, send->bytes_},
+  finish(send, mismatch({{send->hash_, send->call_.bytes},
                          {frame.hash, frame.size},
                          rank_,
                          rank,
-                         send->tag_,
+                         send->call_.tag,
                          send->id_}));
 }
 
@@ -130,9 +130,9 @@ void Messages::on_data(const Frame& frame, const std::byte* payload) {
   const auto found = receiving_.find(frame.id);
   if (found == receiving_.end()) return;
   Message& recv = *found->second;
-  if (!recv.done()) copy_bytes(recv.data_ + recv.moved_, payload, frame.bytes);
+  if (!recv.done()) copy_bytes(recv.data() + recv.moved_, payload, frame.bytes);
   recv.moved_ += frame.bytes;
-  if (recv.moved_ == recv.bytes_) finish(take(receiving_, frame.id));
+  if (recv.moved_ == recv.call_.bytes) finish(take(receiving_, frame.id));
 }
 
 void Messages::answer(int rank, FrameKind kind, uint64_t id, uint64_t size, uint64_t hash) {
@@ -179,15 +179,15 @@ bool Messages::flush_announcements(Peer& peer) {
 bool Messages::write_announcement(Peer& peer, const Message& message) {
   Frame frame{};
   frame.kind = FrameKind::announce;
-  frame.eager = message.bytes_ <= eager_ ? 1 : 0;
-  frame.bytes = frame.eager ? static_cast<uint32_t>(message.bytes_) : 0;
-  frame.tag = message.tag_;
+  frame.eager = message.call_.bytes <= eager_ ? 1 : 0;
+  frame.bytes = frame.eager ? static_cast<uint32_t>(message.call_.bytes) : 0;
+  frame.tag = message.call_.tag;
   frame.id = message.id_;
-  frame.size = message.bytes_;
+  frame.size = message.call_.bytes;
   frame.hash = message.hash_;
   std::byte* place = peer.out.put(frame);
   if (!place) return false;
-  copy_bytes(place, message.data_, frame.bytes);
+  copy_bytes(place, message.call_.data, frame.bytes);
   return true;
 }
 
@@ -209,14 +209,14 @@ bool Messages::flush_data(int rank, Peer& peer) {
       return false;
     }
     frame.kind = FrameKind::data;
-    frame.bytes = static_cast<uint32_t>(std::min(chunk_, send->bytes_ - send->moved_));
+    frame.bytes = static_cast<uint32_t>(std::min(chunk_, send->call_.bytes - send->moved_));
     std::byte* place = peer.out.put(frame);
     if (!place) return false;
-    copy_bytes(place, send->data_ + send->moved_, frame.bytes);
+    copy_bytes(place, send->data() + send->moved_, frame.bytes);
     send->moved_ += frame.bytes;
     written += frame.bytes;
     publish(rank);
-    if (send->moved_ < send->bytes_) continue;
+    if (send->moved_ < send->call_.bytes) continue;
     finish(send);
     peer.sending.pop_front();
     --owed_;

@@ -42,17 +42,6 @@ void Message::wait(std::chrono::milliseconds timeout) {
   if (error_) std::rethrow_exception(error_);
 }
 
-void Message::then(std::function<void()> finished) {
-  if (!done()) {
-    const std::lock_guard lock(engine_->mutex_);
-    if (!done()) {
-      finished_ = std::move(finished);
-      return;
-    }
-  }
-  finished();
-}
-
 // The thread sets `parked_`, then looks at `drivers_`: one sees the other.
 void Messages::stop_driving() {
   if (drivers_.fetch_sub(1, std::memory_order_seq_cst) > 1) return;
@@ -63,7 +52,8 @@ void Messages::stop_driving() {
 
 void Messages::settle(const std::vector<MessagePtr>& finished) {
   for (const MessagePtr& message : finished) {
-    if (const auto on_end = std::exchange(message->finished_, nullptr)) on_end();
+    if (message->call_.finished) message->call_.finished(message->error_);
+    message->call_.call.reset();
     message->settled_.store(true, std::memory_order_seq_cst);
   }
   mailbox_->ring();
@@ -166,7 +156,7 @@ void Messages::attend(Clock::time_point now) {
     if (waited_for && group_.gone(rank)) lose(rank);
   }
   for (const MessagePtr& message : all) {
-    if (!message->done() && now >= message->deadline_) expire(message, message->timeout_);
+    if (!message->done() && now >= message->deadline_) expire(message, message->call_.timeout);
   }
 }
 
@@ -216,7 +206,7 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
                                ? who + (never ? " called " : " did not call ") + call
                                : who + " has called " + call + " but does not go on";
   const std::string how = " did not finish within " + seconds_text(timeout) + ": " + what;
-  late_ = message->call_->text() + how;
+  late_ = message->call_.call->text() + how;
   late_at_ = Clock::now();
   Failure failure{.kind = Failure::Kind::late, .waited_ms = timeout.count()};
   if (!never) failure.ranks = {group_.member(message->peer_, failure.kind)};
@@ -266,7 +256,7 @@ void Messages::close() {
 
 std::string Messages::text_of(const Message& message) const {
   return "rank " + std::to_string(group_.names()[static_cast<size_t>(rank_)]) + ": " +
-         message.call_->text();
+         message.call_.call->text();
 }
 
 std::exception_ptr Messages::group_error(const Message& message) const {
@@ -274,7 +264,8 @@ std::exception_ptr Messages::group_error(const Message& message) const {
     std::vector<int> awaited;
     for (int rank = 0; rank < size_; ++rank)
       if (rank != rank_ && message.peer_ == kAnyRank) awaited.push_back(rank);
-    group_.throw_if_failed(message.call_->text(), group_.members(awaited, Failure::Kind::late));
+    group_.throw_if_failed(message.call_.call->text(),
+                           group_.members(awaited, Failure::Kind::late));
   } catch (...) {
     return std::current_exception();
   }

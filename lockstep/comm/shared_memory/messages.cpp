@@ -27,9 +27,7 @@ Messages::Messages(SharedGroup& group, Judge judge)
       judge_(std::move(judge)),
       rank_(group.rank()),
       size_(group.size()),
-      caller_spin_(group.least_spin(), group.most_spin()),
       peers_(static_cast<size_t>(size_)) {
-  if (size_ == 1) return;
   Segment& segment = group.segment();
   const size_t memory = segment.message_bytes();
   constexpr size_t kLeast = 4096;
@@ -41,9 +39,8 @@ Messages::Messages(SharedGroup& group, Judge judge)
   constexpr size_t kLine = 64;
   chunk_ = std::min(ring_capacity(memory) / 4, kMostOfPiece) / kLine * kLine - kLine;
   eager_ = std::min(kEagerBytes, ring_capacity(memory) / 8 - kLine);
-  mailbox_ = reinterpret_cast<Mailbox*>(segment.messages(rank_, rank_));
+  mailbox_ = &mailbox(rank_);
   for (int other = 0; other < size_; ++other) {
-    if (other == rank_) continue;
     Peer& peer = peers_[static_cast<size_t>(other)];
     peer.out.attach(segment.messages(rank_, other), memory);
     peer.in.attach(segment.messages(other, rank_), memory);
@@ -58,13 +55,9 @@ MessagePtr Messages::make(bool send, int peer, MessageCall call) {
   message->engine_ = this;
   message->send_ = send;
   message->peer_ = peer;
-  message->tag_ = call.tag;
-  message->data_ = static_cast<std::byte*>(call.data);
-  message->bytes_ = call.bytes;
   message->hash_ = call.call->hash();
-  message->call_ = std::move(call.call);
-  message->timeout_ = call.timeout;
   message->deadline_ = Clock::now() + call.timeout;
+  message->call_ = std::move(call);
   message->live_ = kNotLive;
   message->source_.store(send ? rank_ : peer, std::memory_order_relaxed);
   return message;
@@ -96,7 +89,8 @@ void Messages::finish(const MessagePtr& message, std::exception_ptr error) {
     if (message->peer_ >= 0) --peers_[static_cast<size_t>(message->peer_)].live;
   }
   // The program has gone on after what was late: that is no cause of what may come.
-  if (!message->error_ && message->deadline_ - message->timeout_ > late_at_) late_.clear();
+  if (!message->error_ && message->deadline_ - message->call_.timeout > late_at_) late_.clear();
+  if (message->error_ && !message->send_) posted_[bucket(message->call_.tag)].remove(message);
   message->done_.store(true, std::memory_order_seq_cst);
   finished_.push_back(message);
 }
@@ -107,13 +101,7 @@ MessagePtr Messages::post_send(int dst, MessageCall call) {
   if (!admit(message)) return message;
   Peer& peer = peers_[static_cast<size_t>(dst)];
   message->id_ = ++peer.number;
-  if (dst == rank_) {
-    if (const MessagePtr recv = take_posted(dst, message->tag_)) {
-      match_own(message, recv);
-    } else {
-      arrived_[bucket(message->tag_)].push_back({dst, {}, {}, message});
-    }
-  } else if (peer.lost) {
+  if (peer.lost) {
     finish(message, lost_error(*message));
   } else {
     ++unanswered_;
@@ -136,7 +124,7 @@ MessagePtr Messages::post_recv(int src, MessageCall call) {
       finish(message, lost_error(*message));
       return message;
     }
-    posted_[bucket(message->tag_)].push_back(message);
+    posted_[bucket(message->call_.tag)].push_back(message);
     if (look()) progress();
   }
   start_or_wake_thread();
@@ -148,13 +136,6 @@ std::string Messages::late() {
   return late_;
 }
 
-size_t Messages::unreceived() {
-  const std::lock_guard lock(mutex_);
-  size_t count = 0;
-  for (const auto& list : arrived_) count += list.size();
-  return count;
-}
-
 MessagePtr Messages::take_answered(Peer& peer, uint64_t id) {
   MessagePtr send = take(peer.sends, id);
   if (send) --unanswered_;
@@ -162,45 +143,27 @@ MessagePtr Messages::take_answered(Peer& peer, uint64_t id) {
 }
 
 bool Messages::meet_earlier(const MessagePtr& recv) {
-  auto& list = arrived_[bucket(recv->tag_)];
-  for (auto it = list.begin(); it != list.end();) {
-    if (it->own && it->own->done()) {  // Given up meanwhile.
-      it = list.erase(it);
-      continue;
-    }
-    const int tag = it->own ? it->own->tag_ : it->frame.tag;
-    if (tag != recv->tag_ || (recv->peer_ != kAnyRank && recv->peer_ != it->from)) {
-      ++it;
-      continue;
-    }
-    const Arrived arrived = std::move(*it);
-    list.erase(it);
-    if (arrived.own) {
-      match_own(arrived.own, recv);
-    } else {
-      match(arrived.from, arrived.frame, arrived.payload.data(), recv);
-      flush(arrived.from);
-    }
-    return true;
-  }
-  return false;
+  auto& list = arrived_[bucket(recv->call_.tag)];
+  const auto found = std::find_if(list.begin(), list.end(), [&](const Arrived& one) {
+    return one.frame.tag == recv->call_.tag && (recv->peer_ == kAnyRank || recv->peer_ == one.from);
+  });
+  if (found == list.end()) return false;
+  const Arrived arrived = std::move(*found);
+  list.erase(found);
+  match(arrived.from, arrived.frame, arrived.payload.data(), recv);
+  flush(arrived.from);
+  return true;
 }
 
 MessagePtr Messages::take_posted(int from, int tag) {
   auto& list = posted_[bucket(tag)];
-  for (auto it = list.begin(); it != list.end();) {
-    if ((*it)->done()) {
-      it = list.erase(it);
-      continue;
-    }
-    if ((*it)->tag_ == tag && ((*it)->peer_ == kAnyRank || (*it)->peer_ == from)) {
-      MessagePtr found = std::move(*it);
-      list.erase(it);
-      return found;
-    }
-    ++it;
-  }
-  return nullptr;
+  const auto it = std::find_if(list.begin(), list.end(), [&](const MessagePtr& recv) {
+    return recv->call_.tag == tag && (recv->peer_ == kAnyRank || recv->peer_ == from);
+  });
+  if (it == list.end()) return nullptr;
+  const MessagePtr found = std::move(*it);
+  list.erase(it);
+  return found;
 }
 
 void Messages::meet(Message& recv, int from) {
@@ -214,16 +177,17 @@ void Messages::meet(Message& recv, int from) {
 void Messages::match(int from, const Frame& frame, const std::byte* payload,
                      const MessagePtr& recv) {
   meet(*recv, from);
-  if (frame.size != recv->bytes_ || frame.hash != recv->hash_) {
-    answer(from, FrameKind::refuse, frame.id, recv->bytes_, recv->hash_);
+  const MessageCall& call = recv->call_;
+  if (frame.size != call.bytes || frame.hash != recv->hash_) {
+    answer(from, FrameKind::refuse, frame.id, call.bytes, recv->hash_);
     finish(recv, mismatch({{frame.hash, frame.size},
-                           {recv->hash_, recv->bytes_},
+                           {recv->hash_, call.bytes},
                            from,
                            rank_,
-                           recv->tag_,
+                           call.tag,
                            frame.id}));
   } else if (frame.eager) {
-    copy_bytes(recv->data_, payload, recv->bytes_);
+    copy_bytes(call.data, payload, call.bytes);
     answer(from, FrameKind::ack, frame.id);
     finish(recv);
   } else if (peers_[static_cast<size_t>(from)].lost) {
@@ -234,23 +198,6 @@ void Messages::match(int from, const Frame& frame, const std::byte* payload,
     receiving_.emplace(recv->id_, recv);
     answer(from, FrameKind::clear, frame.id, recv->id_);
   }
-}
-
-void Messages::match_own(const MessagePtr& send, const MessagePtr& recv) {
-  meet(*recv, rank_);
-  std::exception_ptr error;
-  if (send->bytes_ != recv->bytes_ || send->hash_ != recv->hash_) {
-    error = mismatch({{send->hash_, send->bytes_},
-                      {recv->hash_, recv->bytes_},
-                      rank_,
-                      rank_,
-                      send->tag_,
-                      send->id_});
-  } else {
-    copy_bytes(recv->data_, send->data_, recv->bytes_);
-  }
-  finish(send, error);
-  finish(recv, error);
 }
 
 }  // namespace lockstep::shm

@@ -25,6 +25,21 @@ namespace lockstep::shm {
 
 class Messages;
 
+/// What a send or a receive needs beside its peer.
+struct MessageCall {
+  int tag = 0;
+  void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
+  size_t bytes = 0;
+  /// `hash` is equal for a send and a receive that fit. `text` is for errors: "send(to rank 1) of
+  /// float32 [4] with tag 5 of group '0'". Let go of when the message is done.
+  std::shared_ptr<const Call> call;
+  std::chrono::milliseconds timeout{120'000};  ///< Until it is done; then it fails.
+  /// Called once, when it is done, with its error or null: by the thread that finishes it, no lock
+  /// held, perhaps before `post_send` or `post_recv` returns. May not throw, nor wait for a
+  /// message.
+  std::function<void(const std::exception_ptr& error)> finished = {};
+};
+
 /// A send or a receive under way. Any thread.
 class Message : public std::enable_shared_from_this<Message> {
  public:
@@ -37,9 +52,6 @@ class Message : public std::enable_shared_from_this<Message> {
   /// Blocks until it is done and its `finished` has run. Throws the error it failed with. Throws a
   /// TimeoutError after `timeout`, which ends it.
   void wait(std::chrono::milliseconds timeout);
-  /// `finished` is called once, when it is done: by the thread that finishes it, no lock held, or
-  /// at once when it is done already. It may not throw, nor wait for a message. One per message.
-  void then(std::function<void()> finished);
 
  private:
   friend class Messages;
@@ -49,17 +61,14 @@ class Message : public std::enable_shared_from_this<Message> {
     moving,   ///< Its data is under way.
   };
   bool settled() const { return settled_.load(std::memory_order_seq_cst); }
+  std::byte* data() const { return static_cast<std::byte*>(call_.data); }
 
   Messages* engine_ = nullptr;
   bool send_ = false;
   int peer_ = -1;  ///< -1: any.
-  int tag_ = 0;
-  std::byte* data_ = nullptr;
-  size_t bytes_ = 0;
-  size_t moved_ = 0;
-  std::shared_ptr<const Call> call_;
+  MessageCall call_;
   uint64_t hash_ = 0;
-  std::chrono::milliseconds timeout_{};
+  size_t moved_ = 0;
   Clock::time_point deadline_;
   uint64_t id_ = 0;        ///< As the other side knows it. Of a send its number, from 1.
   uint64_t other_id_ = 0;  ///< send: the receive's.
@@ -67,9 +76,8 @@ class Message : public std::enable_shared_from_this<Message> {
   Stage stage_ = Stage::waiting;
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
-  std::atomic<bool> settled_{false};  ///< done, and `finished_` has run.
+  std::atomic<bool> settled_{false};  ///< done, and `finished` has run.
   std::exception_ptr error_;
-  std::function<void()> finished_;
 };
 
 using MessagePtr = std::shared_ptr<Message>;
@@ -88,21 +96,10 @@ struct Disagreement {
   uint64_t number = 0;  ///< Of the message from the sender to the receiver, counted from 1.
 };
 
-/// What a send or a receive needs beside its peer.
-struct MessageCall {
-  int tag = 0;
-  void* data = nullptr;  ///< Contiguous; must live until the message is done: let `call` own it.
-  size_t bytes = 0;
-  /// `hash` is equal for a send and a receive that fit. `text` is for errors: "send(to rank 1) of
-  /// float32 [4] with tag 5 of group '0'".
-  std::shared_ptr<const Call> call;
-  std::chrono::milliseconds timeout{120'000};  ///< Until it is done; then it fails.
-};
-
 /// Sends and receives of one rank. All methods from any thread.
 ///
-/// Each ordered pair of ranks has a ring of its own (message_ring.h). The receiver takes out all
-/// that comes, in order, so that nothing in it can stand in another's way:
+/// Each ordered pair of ranks has a ring of its own (message_ring.h), also a rank and itself. The
+/// receiver takes out all that comes, in order, so that nothing in it can stand in another's way:
 ///
 ///   sender                          receiver
 ///   announce(tag, size, data if small) ->
@@ -151,22 +148,13 @@ class Messages {
   /// while answers that others wait for do not fit into their rings. Idempotent.
   void close();
 
-  /// Up to which size a message travels with its announcement. It is copied once more when the
-  /// receive comes later.
-  size_t eager_bytes() const { return eager_; }
-  int size() const { return size_; }
-  /// Announcements of others that wait here for their receives.
-  size_t unreceived();
   /// The last message that ran into its time-out, and what it waited for. Empty when none did, or
   /// when one that began later has ended well.
   std::string late();
-  /// Its thread has not started or sleeps until it is needed.
-  bool parked() const { return parked_.load(std::memory_order_seq_cst); }
-  /// In what pieces larger ones travel.
-  size_t chunk_bytes() const { return chunk_; }
 
  private:
   friend class Message;
+  friend struct MessagesProbe;  ///< Of tests.
   using Clock = std::chrono::steady_clock;
   class Lock;
   class Driver;
@@ -177,7 +165,6 @@ class Messages {
     int from = 0;
     Frame frame{};
     std::vector<std::byte> payload;
-    MessagePtr own;  ///< A send to oneself.
   };
   struct Peer {
     RingWriter out;
@@ -204,7 +191,6 @@ class Messages {
   MessagePtr take_posted(int from, int tag);
   void meet(Message& recv, int from);
   void match(int from, const Frame& frame, const std::byte* payload, const MessagePtr& recv);
-  void match_own(const MessagePtr& send, const MessagePtr& recv);
   void finish(const MessagePtr& message, std::exception_ptr error = nullptr);
 
   // message_traffic.cpp: what comes and goes through the rings.
@@ -255,12 +241,11 @@ class Messages {
   const Judge judge_;
   const int rank_;
   const int size_;
-  size_t eager_ = 0;
-  size_t chunk_ = 0;
-  Mailbox own_mailbox_{};  ///< For a group of one, which has no memory for messages.
-  Mailbox* mailbox_ = &own_mailbox_;
+  size_t eager_ = 0;  ///< Up to which size a message travels with its announcement.
+  size_t chunk_ = 0;  ///< In what pieces larger ones travel.
+  Mailbox* mailbox_ = nullptr;
 
-  SpinBudget caller_spin_;
+  SpinBudget caller_spin_{SharedGroup::kSpin, SharedGroup::kCallerSpin};
 
   std::mutex mutex_;
   std::vector<Peer> peers_;
@@ -278,9 +263,9 @@ class Messages {
   Clock::time_point next_attention_;
   bool closed_ = false;
 
-  std::atomic<int> inside_{0};   ///< Threads that still need this object, counted in `wait`.
-  std::atomic<int> drivers_{0};  ///< Those of them that do the work.
-  std::atomic<bool> parked_{true};
+  std::atomic<int> inside_{0};      ///< Threads that still need this object, counted in `wait`.
+  std::atomic<int> drivers_{0};     ///< Those of them that do the work.
+  std::atomic<bool> parked_{true};  ///< Its thread has not started or sleeps until it is needed.
   std::atomic<bool> stop_{false};
   std::condition_variable changed_;
   std::thread thread_;

@@ -29,8 +29,8 @@ using std::chrono::milliseconds;
 
 /// 0, 1, about the eager limit, about a piece, and more than the ring.
 std::vector<size_t> sizes_of(const Messages& messages) {
-  const size_t eager = messages.eager_bytes();
-  const size_t chunk = messages.chunk_bytes();
+  const size_t eager = MessagesProbe{messages}.eager_bytes();
+  const size_t chunk = MessagesProbe{messages}.chunk_bytes();
   return {0,         1,         23,    24,        25,        eager - 1,     eager,
           eager + 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 50 * chunk + 7};
 }
@@ -249,7 +249,7 @@ TEST(Messages, AFloodHoldsUpNoOtherTag) {
     ASSERT_EQ(got, buffers[static_cast<size_t>(i)]) << i;
   }
   for (const auto& send : sends) send->wait(kLong);
-  EXPECT_EQ(world[1].unreceived(), 0U);
+  EXPECT_EQ(MessagesProbe{world[1]}.unreceived(), 0U);
 }
 
 TEST(Messages, GoOnWhileNobodyWaits) {
@@ -258,16 +258,11 @@ TEST(Messages, GoOnWhileNobodyWaits) {
     Bytes out = pattern(size, 5);
     Bytes in(size);
     std::atomic<int> calls{0};
-    const auto send = isend(world[0], 1, out);
-    send->then([&] { calls += send->done() ? 1 : 100; });
-    const auto recv = irecv(world[1], 0, in);
-    recv->then([&] { calls += recv->done() ? 10 : 100; });
+    const auto send = isend(world[0], 1, out, {.then = [&] { calls += 1; }});
+    const auto recv = irecv(world[1], 0, in, {.then = [&] { calls += 10; }});
     EXPECT_TRUE(comes_true([&] { return calls == 11; }));
     EXPECT_TRUE(send->done() && recv->done());
     EXPECT_EQ(in, out);
-    bool at_once = false;
-    recv->then([&] { at_once = true; });
-    EXPECT_TRUE(at_once);
   }
 }
 
@@ -394,9 +389,8 @@ TEST(Messages, CloseFailsWhatIsUnderWay) {
   Bytes large(1 << 20);
   Bytes in(8);
   const auto send = isend(world[0], 1, large);
-  const auto recv = irecv(world[0], 1, in);
   std::atomic<bool> called{false};
-  recv->then([&] { called = true; });
+  const auto recv = irecv(world[0], 1, in, {.then = [&] { called = true; }});
   std::thread waiter([&] { EXPECT_THROW(recv->wait(kLong), CommError); });
   const auto begin = Clock::now();
   world[0].close();
@@ -547,7 +541,7 @@ void move_parcels(Messages& messages, int rank, const std::vector<Parcel>& parce
   // A random interleaving of the channels' posts.
   std::vector<std::vector<Post>> channels;
   for (const bool send : {true, false}) {
-    for (int peer = 0; peer < messages.size(); ++peer) {
+    for (int peer = 0; peer < MessagesProbe{messages}.size(); ++peer) {
       for (int tag = 0; tag < 4; ++tag) {
         std::vector<Post> channel;
         for (const Parcel& parcel : parcels) {
@@ -599,7 +593,7 @@ TEST_P(MessagesTraffic, Random) {
         move_parcels(world[rank], rank, parcels, order + static_cast<uint64_t>(rank));
       }));
     }
-    for (int rank = 0; rank < ranks; ++rank) EXPECT_EQ(world[rank].unreceived(), 0U);
+    for (int rank = 0; rank < ranks; ++rank) EXPECT_EQ(MessagesProbe{world[rank]}.unreceived(), 0U);
     if (HasFailure()) FAIL() << "seed " << seed;
   }
 }

@@ -31,10 +31,10 @@ void on_all_ranks(World& world, int size, const Part& part) {
   expect_ok(run_ranks(size, [&](int rank) { part(rank, world.group(rank)); }));
 }
 
-void run(SharedGroup& group, const char* name, std::unique_ptr<Plan> plan) {
+void run(SharedGroup& group, const char* name, Plan plan) {
   const PlainCall call(name, 1);
-  start(group, call, *plan);
-  finish(group, call, *plan, kLimit, Waiter::caller);
+  start(group, call, plan);
+  finish(group, call, plan, kLimit, Waiter::caller);
 }
 
 class Plans : public ::testing::TestWithParam<int> {};
@@ -59,7 +59,7 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
       const auto n = static_cast<size_t>(size);
 
       auto sum = numbers(rank, count, round);
-      run(group, "all_reduce", all_reduce_plan(group, bytes_of(sum), count, DataType::i32, kernel));
+      run(group, "all_reduce", all_reduce_plan(group, bytes_of(sum), count * 4, kernel));
       for (size_t i = 0; i < count; ++i) {
         const int wanted = size * (round + static_cast<int>(i)) + 500 * size * (size - 1);
         ASSERT_EQ(sum[i], wanted) << "all_reduce of " << count << ", element " << i;
@@ -85,7 +85,7 @@ void expect_every_collective_moves_what_it_shall(World& world, int size,
       ASSERT_EQ(part, numbers(rank, count, round));
 
       run(group, "reduce_scatter",
-          reduce_scatter_plan(group, sources, bytes_of(part), count, DataType::i32, kernel));
+          reduce_scatter_plan(group, sources, bytes_of(part), count * 4, kernel));
       for (size_t i = 0; i < count; ++i)
         ASSERT_EQ(part[i], size * (rank * 1000 + round + static_cast<int>(i)));
 
@@ -140,7 +140,7 @@ TEST_P(Plans, ReducesInARegionWhereTheDataLies) {
       for (size_t i = 0; i < kCount; ++i)
         numbers[i] = rank * 1000 + round + static_cast<int32_t>(i);
       run(group, "all_reduce",
-          all_reduce_plan(group, region, kOffset, kCount, DataType::i32,
+          all_reduce_plan(group, region, kOffset, kCount * 4,
                           reduce_kernel(DataType::i32, Reduction::sum)));
       for (size_t i = 0; i < kCount; ++i)
         ASSERT_EQ(numbers[i], size * (round + static_cast<int>(i)) + 500 * size * (size - 1));
@@ -157,8 +157,7 @@ TEST_P(Plans, LateRanksSleepersAndSpinnersKeepStep) {
       if (round % 50 == rank) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       std::vector<int32_t> one{round};
       run(group, "all_reduce",
-          all_reduce_plan(group, bytes_of(one), 1, DataType::i32,
-                          reduce_kernel(DataType::i32, Reduction::sum)));
+          all_reduce_plan(group, bytes_of(one), 4, reduce_kernel(DataType::i32, Reduction::sum)));
       ASSERT_EQ(one[0], size * round);
     }
   });

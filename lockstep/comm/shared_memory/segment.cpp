@@ -21,7 +21,7 @@ size_t messages_offset(size_t size, size_t slot_bytes) {
   return whole_pages(slots_offset(size) + size * kSlots * (kSlotHeader + slot_bytes));
 }
 size_t total_bytes(size_t size, size_t slot_bytes, size_t message_bytes) {
-  return messages_offset(size, slot_bytes) + (size > 1 ? size * size * message_bytes : 0);
+  return messages_offset(size, slot_bytes) + size * (size + 1) * message_bytes;
 }
 
 /// Where each rank has data for each other, its slot holds at least 64 bytes for every one.
@@ -57,6 +57,7 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
   RankRecord& mine = record(rank_);
   const std::string identity = process_identity();
   mine.identity[identity.copy(mine.identity.data(), mine.identity.size() - 1)] = '\0';
+  sched_getaffinity(0, sizeof(mine.processors), &mine.processors);
   mine.state.store(RankState::joined, std::memory_order_release);
   try {
     memory_.meet();
@@ -65,8 +66,6 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
     mine.state.store(RankState::left, std::memory_order_seq_cst);
     throw;
   }
-  mine.processors = own_processors();
-  mine.bound.store(1, std::memory_order_release);
 }
 
 Segment::~Segment() {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sched.h>
+
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -9,7 +11,6 @@
 
 #include "lockstep/base/failure.h"
 #include "lockstep/comm/shared_memory/memory.h"
-#include "lockstep/comm/shared_memory/processors.h"
 #include "lockstep/comm/shared_memory/step_barrier.h"
 
 namespace lockstep::shm {
@@ -41,12 +42,11 @@ enum class RankState : uint32_t { absent, joined, left };
 struct alignas(64) RankRecord {
   std::atomic<RankState> state;
   std::atomic<uint32_t> caused;  ///< 1 once `cause` is written.
-  std::atomic<uint32_t> bound;   ///< 1 once `processors`, on which it may run, is written.
   std::atomic<uint64_t> calls;   ///< How many collectives it has called.
   std::atomic<uint64_t> step;    ///< The last step at which it has arrived.
   std::atomic<int64_t> rounds;   ///< Of its program's loop, written when it leaves.
   std::array<char, 232> identity;
-  ProcessorSet processors;
+  cpu_set_t processors;  ///< On which it may run. Empty: not known, as on more than 1024.
   /// The end of another rank that made the first of this rank's messages fail. If this rank ends
   /// over it, the others learn why.
   std::array<char, 512> cause;
@@ -99,10 +99,11 @@ class Segment {
     return slots_ + index * (kSlotHeader + slot_bytes_);
   }
   size_t message_bytes() const { return message_bytes_; }
-  /// Zeroed memory of `message_bytes` for what `from` sends to `to`.
+  /// Zeroed memory of `message_bytes` for what `from` sends to `to`. There is more at `size()`, for
+  /// what all others tell `from`.
   std::byte* messages(int from, int to) const {
     const auto index =
-        static_cast<size_t>(from) * static_cast<size_t>(size_) + static_cast<size_t>(to);
+        static_cast<size_t>(from) * static_cast<size_t>(size_ + 1) + static_cast<size_t>(to);
     return messages_ + index * message_bytes_;
   }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/process_identity.h"
@@ -22,10 +23,7 @@ constexpr std::chrono::milliseconds kWriting{100};
 SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
     : segment_(options.segment, meeting),
       names_(std::move(options.names)),
-      judge_(std::move(options.judge)),
-      spin_(options.spin),
-      most_spin_(std::max(options.spin, options.caller_spin)),
-      caller_spin_(options.spin, options.caller_spin) {
+      judge_(std::move(options.judge)) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }
 
@@ -77,14 +75,21 @@ void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeo
   }
 }
 
+// No more ranks stay within this rank's processors than there are. Sets that overlap in part are
+// not added up.
 bool SharedGroup::find_processor() const {
-  std::vector<ProcessorSet> ranks;
+  const cpu_set_t& own = segment_.record(rank()).processors;
+  int within = 0;
   for (int other = 0; other < size(); ++other) {
     const auto& record = segment_.record(other);
-    if (record.bound.load(std::memory_order_acquire) == 0) return false;
-    ranks.push_back(record.processors);
+    if (record.state.load(std::memory_order_acquire) == RankState::absent) return false;
+    cpu_set_t common;
+    CPU_AND(&common, &own, &record.processors);
+    if (CPU_EQUAL(&common, &record.processors)) ++within;
   }
-  const bool has = has_own_processor(ranks, static_cast<size_t>(rank()));
+  const auto known = static_cast<unsigned>(CPU_COUNT(&own));
+  const bool has =
+      static_cast<unsigned>(within) <= (known > 0 ? known : std::thread::hardware_concurrency());
   has_processor_.store(has ? Known::yes : Known::no, std::memory_order_relaxed);
   return has;
 }

@@ -40,14 +40,6 @@ struct SharedGroupOptions {
   std::vector<int> names;
   /// From all ranks' `Call::encoded`: which ranks differ in what.
   std::function<Failure(const std::vector<std::string>&)> judge;
-  /// How long a wait looks for the others before it sleeps, where each rank has a processor to
-  /// itself. It is about as long as sleeping and waking take.
-  std::chrono::nanoseconds spin{100'000};
-  /// The same, at most, of a caller that has nothing else to do until the call is finished (see
-  /// SpinBudget). In a step of training the ranks come within some 200 us of each other. A rank
-  /// that sleeps then wakes too late. 500 us made a step of an MLP 5% faster than 100 us; more made
-  /// it no faster.
-  std::chrono::nanoseconds caller_spin{500'000};
 };
 
 /// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
@@ -94,14 +86,17 @@ class SharedGroup {
   /// How long a thread of the group's looks for others before it sleeps. Where ranks share
   /// processors it hardly looks: looking keeps the processor from the rank that is waited for. Any
   /// thread.
-  std::chrono::nanoseconds spin() const { return has_processor() ? spin_ : kSharedSpin; }
-  /// The same of a caller that has nothing else to do. `learnt` is its own SpinBudget, which begins
-  /// with `least_spin` and `most_spin`.
+  std::chrono::nanoseconds spin() const { return has_processor() ? kSpin : kSharedSpin; }
+  /// The same of a caller that has nothing else to do. `learnt` is its own SpinBudget, of `kSpin`
+  /// to `kCallerSpin`.
   std::chrono::nanoseconds spin(const SpinBudget& learnt) const {
     return has_processor() ? learnt.now() : kSharedSpin;
   }
-  std::chrono::nanoseconds least_spin() const { return spin_; }
-  std::chrono::nanoseconds most_spin() const { return most_spin_; }
+  /// About as long as sleeping and waking take.
+  static constexpr std::chrono::nanoseconds kSpin{100'000};
+  /// In a step of training the ranks come within some 200 us of each other. A rank that sleeps then
+  /// wakes too late. 500 us made a step of an MLP 5% faster than 100 us; more made it no faster.
+  static constexpr std::chrono::nanoseconds kCallerSpin{500'000};
 
   /// Fails the group for all ranks. Does nothing when it has failed before. Never blocks.
   void fail(const Failure& failure) noexcept;
@@ -166,9 +161,7 @@ class SharedGroup {
   Segment segment_;
   std::vector<int> names_;
   std::function<Failure(const std::vector<std::string>&)> judge_;
-  std::chrono::nanoseconds spin_;
-  std::chrono::nanoseconds most_spin_;
-  SpinBudget caller_spin_;
+  SpinBudget caller_spin_{kSpin, kCallerSpin};
   mutable std::atomic<Known> has_processor_{Known::unknown};
   uint64_t step_ = 0;  ///< The last at which this rank has arrived.
   uint64_t calls_ = 0;

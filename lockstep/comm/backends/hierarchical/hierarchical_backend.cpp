@@ -82,11 +82,11 @@ Joining joining_of(const at::Tensor& tensor, const c10d::ReduceOp& op, int ranks
   const at::ScalarType type = tensor.scalar_type();
   const bool average = op.op_ == c10d::ReduceOp::AVG;
   Joining joining;
-  joining.type = shm::data_type(type);
   joining.kernel = shm::kernel_for(type, average ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op);
   if (average)
-    joining.divide = [type, ranks](std::byte* data, size_t count) {
-      backends::divide(at::from_blob(data, {static_cast<int64_t>(count)}, type), ranks);
+    joining.divide = [type, ranks](std::byte* data, size_t bytes) {
+      const auto count = static_cast<int64_t>(bytes / c10::elementSize(type));
+      backends::divide(at::from_blob(data, {count}, type), ranks);
     };
   return joining;
 }
@@ -163,7 +163,7 @@ at::ScalarType HierarchicalBackend::reduction_dtype(at::ScalarType dtype,
 void HierarchicalBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                          const c10d::ReduceOp& op) {
   own(work).add([data, joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
-    hierarchical::all_reduce(hierarchy, bytes_of(data), static_cast<size_t>(data.numel()), joining);
+    hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
   });
 }
 
@@ -185,7 +185,7 @@ void HierarchicalBackend::add_all_reduces(TensorWork& work, const Tensors& data,
       const auto flat = std::make_unique_for_overwrite<std::byte[]>(bytes);
       std::byte* at = flat.get();
       for (const auto& tensor : list) at = std::copy_n(bytes_of(tensor), tensor.nbytes(), at);
-      hierarchical::all_reduce(hierarchy, flat.get(), bytes / joining.element(), joining);
+      hierarchical::all_reduce(hierarchy, flat.get(), bytes, joining);
       at = flat.get();
       for (const auto& tensor : list) {
         std::copy_n(at, tensor.nbytes(), bytes_of(tensor));
@@ -212,8 +212,7 @@ void HierarchicalBackend::add_reduce_scatter(TensorWork& work, Blocks inputs,
                                              const at::Tensor& output, const c10d::ReduceOp& op) {
   own(work).add([sources = std::vector<const std::byte*>(inputs.begin(), inputs.end()), output,
                  joining = joining_of(output, op, getSize())](Hierarchy& hierarchy) {
-    hierarchical::reduce_scatter(hierarchy, sources, bytes_of(output),
-                                 static_cast<size_t>(output.numel()), joining);
+    hierarchical::reduce_scatter(hierarchy, sources, bytes_of(output), output.nbytes(), joining);
   });
 }
 
@@ -222,11 +221,10 @@ void HierarchicalBackend::add_reduce(TensorWork& work, const at::Tensor& data,
                                      const c10d::ReduceOp& op, int root) {
   own(work).add([data, is_root = getRank() == root,
                  joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
-    const auto count = static_cast<size_t>(data.numel());
-    if (is_root) return hierarchical::all_reduce(hierarchy, bytes_of(data), count, joining);
+    if (is_root) return hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
     const auto copy = std::make_unique_for_overwrite<std::byte[]>(data.nbytes());
     std::copy_n(bytes_of(data), data.nbytes(), copy.get());
-    hierarchical::all_reduce(hierarchy, copy.get(), count, joining);
+    hierarchical::all_reduce(hierarchy, copy.get(), data.nbytes(), joining);
   });
 }
 

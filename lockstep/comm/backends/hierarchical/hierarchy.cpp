@@ -179,12 +179,10 @@ void Hierarchy::step(const std::function<void(std::byte*)>& give) {
   first_step_ = false;
 }
 
-void Hierarchy::run_local(shm::Plan& plan) {
-  for (int64_t at = 0; at < plan.steps(); ++at) {
-    plan.fill(at, group_);
+void Hierarchy::run_local(shm::Plan plan) {
+  while (plan.next()) {
     group_.arrive();
     group_.await(*call_, timeout_ + kSlack);
-    plan.drain(at, group_);
   }
 }
 

@@ -93,10 +93,9 @@ class Hierarchy {
   [[noreturn]] void differ();
 
   /// A collective of this host's ranks.
-  void run_local(shm::Plan& plan);
-  void run_local(const std::unique_ptr<shm::Plan>& plan) { run_local(*plan); }
+  void run_local(shm::Plan plan);
   /// One of them, for which the ranks must agree on all sizes.
-  std::unique_ptr<shm::Plan> all_to_all_plan(shm::Buffers sends, shm::Buffers receives) {
+  shm::Plan all_to_all_plan(shm::Buffers sends, shm::Buffers receives) {
     return shm::all_to_all_plan(group_, *call_, std::move(sends), std::move(receives), timeout_);
   }
 

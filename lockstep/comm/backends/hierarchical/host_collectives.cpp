@@ -56,14 +56,13 @@ void join(const Joining& joining, const std::vector<const std::byte*>& sources, 
   constexpr size_t kStep = 8 << 10;
   for (size_t at = 0; at < bytes; at += kStep) {
     const size_t step = std::min(kStep, bytes - at);
-    joining.kernel(target + at, data.data(), static_cast<int>(data.size()),
-                   step / joining.element());
+    joining.kernel(target + at, data.data(), static_cast<int>(data.size()), step);
     for (auto& source : data) source = static_cast<const std::byte*>(source) + step;
   }
 }
 
 void finish_average(const Joining& joining, std::byte* data, size_t bytes) {
-  if (joining.divide) joining.divide(data, bytes / joining.element());
+  if (joining.divide) joining.divide(data, bytes);
 }
 
 // Begins a call of large data; nothing is done where this host's calls differ.
@@ -161,8 +160,7 @@ class HostReduce {
 void reduce_piece(Hierarchy& hierarchy, std::byte* data, const Chunks& chunks, size_t chunk,
                   const Joining& joining) {
   hierarchy.run_local(shm::reduce_plan(hierarchy.local(), data + chunks.offset(chunk),
-                                       chunks.bytes(chunk) / joining.element(), joining.type,
-                                       joining.kernel, 0));
+                                       chunks.bytes(chunk), joining.kernel, 0));
 }
 
 void large_all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
@@ -337,9 +335,8 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
     std::byte* to = stage.sent;
     for (const auto& host : layout.hosts)
       to = put_together(to, host, inputs, chunks.offset(chunk), each);
-    hierarchy.run_local(shm::reduce_plan(hierarchy.local(), stage.sent,
-                                         inputs.size() * each / joining.element(), joining.type,
-                                         joining.kernel, 0));
+    hierarchy.run_local(
+        shm::reduce_plan(hierarchy.local(), stage.sent, inputs.size() * each, joining.kernel, 0));
   };
   const auto post = [&](size_t chunk) {
     Stage& stage = stages[chunk % 2];
@@ -377,8 +374,7 @@ void barrier(Hierarchy& hierarchy) {
   hierarchy.exchange({});
 }
 
-void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining) {
-  const size_t bytes = count * joining.element();
+void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
   if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
   hierarchy.exchange({.give = [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
                       .join_ranks = [&](const Sources& ranks,
@@ -436,15 +432,14 @@ void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
 }
 
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
-                    std::byte* output, size_t count, const Joining& joining) {
-  const size_t bytes = count * joining.element();
+                    std::byte* output, size_t bytes, const Joining& joining) {
   const size_t all = inputs.size() * bytes;
   if (all > SmallData::kMost)
     return large_reduce_scatter(hierarchy, inputs, output, bytes, joining);
   std::vector<std::byte> sum(all);
   for (size_t rank = 0; rank < inputs.size(); ++rank)
     copy_bytes(sum.data() + rank * bytes, inputs[rank], bytes);
-  all_reduce(hierarchy, sum.data(), all / joining.element(), joining);
+  all_reduce(hierarchy, sum.data(), all, joining);
   const HostLayout& layout = hierarchy.layout();
   const int rank = layout.mine()[static_cast<size_t>(layout.local)];
   copy_bytes(output, sum.data() + static_cast<size_t>(rank) * bytes, bytes);

@@ -13,11 +13,8 @@ namespace lockstep::hierarchical {
 /// same tree over them. The bits depend only on which ranks share a host.
 struct Joining {
   shm::ReduceKernel kernel = nullptr;  ///< For an average that of the sum.
-  shm::DataType type = shm::DataType::f32;
-  /// For an average: divides `count` elements by the number of ranks, in place; once, at the end.
-  std::function<void(std::byte* data, size_t count)> divide = {};
-
-  size_t element() const { return shm::size_of(type); }
+  /// For an average: divides by the number of ranks, in place; once, at the end.
+  std::function<void(std::byte* data, size_t bytes)> divide = {};
 };
 
 /// What crosses between hosts at a time, in bytes. Smaller data goes in about four chunks. While
@@ -31,8 +28,8 @@ inline constexpr size_t kLeastChunkBytes = 256 << 10;
 // one entry per rank of the group, in the order of ranks.
 
 void barrier(Hierarchy& hierarchy);
-/// In place; `count` elements.
-void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t count, const Joining& joining);
+/// In place.
+void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining);
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root);
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs);
@@ -48,6 +45,6 @@ void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::b
 void all_to_all(Hierarchy& hierarchy, c10d::Backend& flat, const shm::Buffers& sends,
                 const shm::Buffers& receives);
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
-                    std::byte* output, size_t count, const Joining& joining);
+                    std::byte* output, size_t bytes, const Joining& joining);
 
 }  // namespace lockstep::hierarchical

@@ -31,13 +31,6 @@ MPI_Datatype reduced_type(at::ScalarType dtype) {
       "convert the tensor first, for instance to float32");
 }
 
-[[noreturn]] void throw_lacking(at::ScalarType dtype, Op::RedOpType op) {
-  const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
-  throw UsageError(std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
-                   bitwise ? "bitwise reductions are for integers and bool"
-                           : "bool has no average, complex numbers have no order");
-}
-
 /// The sum of small integers. Open MPI's own with AVX saturates in a part of the elements; this one
 /// wraps round, as all other backends' do.
 template <class Integer>
@@ -66,16 +59,6 @@ MPI_Op op_for(at::ScalarType dtype, Op::RedOpType op) {
   static const MpiOps arithmetic{MPI_SUM, MPI_SUM,  MPI_PROD, MPI_MIN,
                                  MPI_MAX, MPI_BAND, MPI_BOR,  MPI_BXOR};
   const auto index = static_cast<size_t>(op);
-  if (index >= arithmetic.size())
-    throw UsageError("the backend mpi has not the reduction premul_sum",
-                     "scale the tensor before and use sum");
-  const bool ordered = op == Op::MIN || op == Op::MAX;
-  const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
-  const bool integral = at::isIntegralType(dtype, /*includeBool=*/false);
-  const bool lacks = dtype == at::kBool
-                         ? logical[index] == MPI_OP_NULL
-                         : (ordered && at::isComplexType(dtype)) || (bitwise && !integral);
-  if (lacks) throw_lacking(dtype, op);
   for (const auto& sum : small_sums)
     if (sum.dtype == dtype && arithmetic[index] == MPI_SUM) return sum.op;
   return (dtype == at::kBool ? logical : arithmetic)[index];

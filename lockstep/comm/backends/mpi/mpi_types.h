@@ -18,8 +18,8 @@ struct Reduction {
   MPI_Op op = MPI_OP_NULL;
 };
 
-/// Throws UsageError for a reduction that the dtype does not have: a bitwise one of fractions, or
-/// an order or average where there is none. bool sums are "or", products "and", as shm's.
+/// Throws UsageError for a dtype that MPI does not reduce. That the dtype has such a reduction is
+/// checked before (backends::check_reduction). bool sums are "or", products "and", as shm's.
 Reduction reduction_of(at::ScalarType dtype, const c10d::ReduceOp& op);
 
 /// Once, on the MPI thread, when MPI has started: reductions use operations of our own.

@@ -5,17 +5,13 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
-#include "lockstep/comm/shared_memory/processors.h"
 
 namespace lockstep::shm {
 namespace {
-
-size_t count_of(const at::Tensor& tensor) {
-  return static_cast<size_t>(tensor.numel());
-}
 
 ShmWork& own(TensorWork& work) {
   return static_cast<ShmWork&>(work);
@@ -50,6 +46,11 @@ SharedGroupOptions group_options(const BackendOptions& options) {
                 "all ranks"));
   };
   return group;
+}
+
+/// Whether a thread beside each rank's own has a processor as well.
+bool has_spare_processors(int ranks) {
+  return 2 * static_cast<size_t>(ranks) <= allowed_processors().size();
 }
 
 Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key) {
@@ -107,15 +108,13 @@ at::ScalarType ShmBackend::reduction_dtype(at::ScalarType dtype, const c10d::Red
 void ShmBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
                                 const c10d::ReduceOp& op) {
   const ReduceKernel kernel = kernel_for(data.scalar_type(), op);
-  const DataType type = data_type(data.scalar_type());
   if (work.request().operation == Operation::all_reduce && pays_in_place(group_, data.nbytes())) {
     if (auto found = regions_.find(bytes_of(data), data.nbytes())) {
-      own(work).add(
-          all_reduce_plan(group_, *found->region, found->offset, count_of(data), type, kernel));
+      own(work).add(all_reduce_plan(group_, *found->region, found->offset, data.nbytes(), kernel));
       return own(work).set_region(std::move(*found));
     }
   }
-  own(work).add(all_reduce_plan(group_, bytes_of(data), count_of(data), type, kernel));
+  own(work).add(all_reduce_plan(group_, bytes_of(data), data.nbytes(), kernel));
 }
 
 void ShmBackend::add_broadcast(TensorWork& work, const at::Tensor& data, int root) {
@@ -128,6 +127,7 @@ void ShmBackend::add_all_gather(TensorWork& work, const at::Tensor& input, Block
 
 void ShmBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
                                     const c10d::ReduceOp& op) {
+  const ReduceKernel kernel = kernel_for(output.scalar_type(), op);
   const size_t whole = output.nbytes() * inputs.size();
   // Others would read what an output in the region overwrites.
   if (work.request().operation == Operation::reduce_scatter_tensor &&
@@ -135,20 +135,18 @@ void ShmBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::T
     // Its inputs lie one after the other.
     if (auto found = regions_.find(inputs.front(), whole)) {
       own(work).add(reduce_scatter_plan(group_, *found->region, found->offset, bytes_of(output),
-                                        count_of(output), data_type(output.scalar_type()),
-                                        kernel_for(output.scalar_type(), op)));
+                                        output.nbytes(), kernel));
       return own(work).set_region(std::move(*found));
     }
   }
   own(work).add(reduce_scatter_plan(group_, {inputs.begin(), inputs.end()}, bytes_of(output),
-                                    count_of(output), data_type(output.scalar_type()),
-                                    kernel_for(output.scalar_type(), op)));
+                                    output.nbytes(), kernel));
 }
 
 void ShmBackend::add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
                             int root) {
-  own(work).add(reduce_plan(group_, bytes_of(data), count_of(data), data_type(data.scalar_type()),
-                            kernel_for(data.scalar_type(), op), root));
+  own(work).add(
+      reduce_plan(group_, bytes_of(data), data.nbytes(), kernel_for(data.scalar_type(), op), root));
 }
 
 // Ranks without outputs take nothing.

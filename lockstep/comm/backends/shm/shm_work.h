@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -19,17 +18,17 @@ class ShmWork final : public backends::TensorWork {
   uint64_t hash() const override;
 
   /// Several are done one after the other.
-  void add(std::unique_ptr<Plan> plan);
+  void add(Plan plan) { plans_.push_back(std::move(plan)); }
   /// Once, when all have been added.
   void close();
-  Plan& plan() { return *plan_; }
+  Plan& plan() { return plan_; }
   /// Of the data, where all ranks must use the same part of the same memory.
   void set_region(RegionOffset region) { region_ = std::move(region); }
   bool begun = false;  ///< The others have been told.
 
  private:
-  std::unique_ptr<Plan> plan_;
-  std::vector<std::unique_ptr<Plan>> further_;
+  std::vector<Plan> plans_;
+  Plan plan_;
   RegionOffset region_;
 };
 
@@ -44,24 +43,16 @@ class ShmMessageWork final : public backends::TensorWork {
   /// `messages`.
   void begin(Messages& messages, backends::CallQueue& queue, int tag);
 
-  bool isCompleted() override { return copied_ ? TensorWork::isCompleted() : message_->done(); }
-  bool isSuccess() const override {
-    return copied_ ? TensorWork::isSuccess() : message_->done() && !message_->error();
-  }
-  std::exception_ptr exception() const override {
-    return copied_ ? TensorWork::exception() : message_->error();
-  }
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override { return message_->source(); }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t hash() const override;
+  std::string text() const override;
 
  private:
-  void watch();
+  const at::Tensor& tensor() const;
 
-  backends::CallQueue* queue_ = nullptr;
+  int tag_ = 0;
   MessagePtr message_;
-  bool copied_ = false;  ///< The caller's tensor gets its values when this work completes.
-  std::atomic<bool> watched_{false};  ///< The message's end completes this work.
 };
 
 }  // namespace lockstep::shm

@@ -8,10 +8,8 @@
 
 namespace lockstep::shm {
 
-/// LibTorch's names in ours. Throws UsageError for what shared memory does not reduce.
-DataType data_type(at::ScalarType type);
-Reduction reduction_kind(const c10d::ReduceOp& op);
-/// Throws UsageError for a reduction that the dtype does not have.
+/// Throws UsageError for a dtype that shared memory does not reduce. That the dtype has such a
+/// reduction is checked before (backends::check_reduction).
 ReduceKernel kernel_for(at::ScalarType type, const c10d::ReduceOp& op);
 
 }  // namespace lockstep::shm
