@@ -107,7 +107,8 @@ int count_threads_once_at_most(int expected) {
 }
 
 Compose augmentation() {
-  return {random_crop({.padding = 2}), random_horizontal_flip(), normalize(), flatten()};
+  return {random_crop({.padding = 2}), random_horizontal_flip(), random_rotation({.degrees = 30}),
+          normalize(), flatten()};
 }
 
 TEST(DataLoader, BatchesAreTheSamplersRows) {

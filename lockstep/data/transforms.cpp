@@ -10,6 +10,7 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <numbers>
 #include <numeric>
 
 #include "lockstep/base/error.h"
@@ -286,6 +287,96 @@ class RandomHorizontalFlip : public Transform {
   double p_;
 };
 
+class RandomRotation : public Transform {
+ public:
+  explicit RandomRotation(RandomRotationOptions options) : options_(options) {
+    if (!std::isfinite(options_.degrees) || options_.degrees < 0)
+      throw UsageError("random_rotation got " + std::to_string(options_.degrees) +
+                       " degrees, expected a number that is not below 0");
+  }
+  std::string name() const override { return "random_rotation"; }
+  SampleSpec output(const SampleSpec& input) const override {
+    image_size(*this, input);
+    if (input.dtype != at::kByte && input.dtype != at::kFloat)
+      refuse(*this, input, "uint8 or float32");
+    return input;
+  }
+
+  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
+             const TransformContext& context) const override {
+    if (input.dtype == at::kByte)
+      apply_as<uint8_t>(rows, input, out.mutable_data_ptr<uint8_t>(), context);
+    else
+      apply_as<float>(rows, input, out.mutable_data_ptr<float>(), context);
+  }
+
+ private:
+  template <typename T>
+  void apply_as(const RowView& rows, const SampleSpec& input, T* to,
+                const TransformContext& context) const {
+    const ImageSize image = image_size(*this, input);
+    const int64_t plane = image.height * image.width;
+    for (int64_t i = 0; i < rows.size(); ++i) {
+      KeyedRandom random(context.seed, context.epoch, context.indices[i]);
+      const double angle =
+          random.uniform(-options_.degrees, options_.degrees) * std::numbers::pi / 180;
+      const auto* from = reinterpret_cast<const T*>(rows[i]);
+      for (int64_t c = 0; c < image.channels; ++c, to += plane)
+        rotate(from + c * plane, to, image, static_cast<float>(std::cos(angle)),
+               static_cast<float>(std::sin(angle)));
+    }
+  }
+
+  /// For each pixel of the result, the pixel that lies there before the turn.
+  template <typename T>
+  void rotate(const T* from, T* to, const ImageSize& image, float cosine, float sine) const {
+    const float centre_x = 0.5F * static_cast<float>(image.width - 1);
+    const float centre_y = 0.5F * static_cast<float>(image.height - 1);
+    for (int64_t y = 0; y < image.height; ++y) {
+      const float dy = static_cast<float>(y) - centre_y;
+      for (int64_t x = 0; x < image.width; ++x) {
+        const float dx = static_cast<float>(x) - centre_x;
+        const float source_x = cosine * dx - sine * dy + centre_x;
+        const float source_y = sine * dx + cosine * dy + centre_y;
+        *to++ = options_.interpolation == Interpolation::nearest
+                    ? nearest_pixel(from, image, source_x, source_y)
+                    : between_pixels(from, image, source_x, source_y);
+      }
+    }
+  }
+
+  template <typename T>
+  T pixel_or_fill(const T* from, const ImageSize& image, int64_t x, int64_t y) const {
+    const bool inside = x >= 0 && x < image.width && y >= 0 && y < image.height;
+    return inside ? from[y * image.width + x] : static_cast<T>(options_.fill);
+  }
+
+  template <typename T>
+  T nearest_pixel(const T* from, const ImageSize& image, float x, float y) const {
+    return pixel_or_fill(from, image, std::lrintf(x), std::lrintf(y));
+  }
+
+  template <typename T>
+  T between_pixels(const T* from, const ImageSize& image, float x, float y) const {
+    const auto left = static_cast<int64_t>(std::floor(x));
+    const auto top = static_cast<int64_t>(std::floor(y));
+    const float right_share = x - static_cast<float>(left);
+    const float bottom_share = y - static_cast<float>(top);
+    const auto at = [&](int64_t dx, int64_t dy) {
+      return static_cast<float>(pixel_or_fill(from, image, left + dx, top + dy));
+    };
+    const float upper = at(0, 0) * (1 - right_share) + at(1, 0) * right_share;
+    const float lower = at(0, 1) * (1 - right_share) + at(1, 1) * right_share;
+    const float value = upper * (1 - bottom_share) + lower * bottom_share;
+    if constexpr (std::is_same_v<T, uint8_t>)
+      return static_cast<uint8_t>(std::clamp(std::nearbyint(value), 0.0F, 255.0F));
+    else
+      return value;
+  }
+
+  RandomRotationOptions options_;
+};
+
 class Reshape : public Transform {
  public:
   explicit Reshape(std::vector<int64_t> shape, bool flat = false)
@@ -357,6 +448,10 @@ TransformPtr random_crop(RandomCropOptions options) {
 
 TransformPtr random_horizontal_flip(double p) {
   return std::make_shared<RandomHorizontalFlip>(p);
+}
+
+TransformPtr random_rotation(RandomRotationOptions options) {
+  return std::make_shared<RandomRotation>(options);
 }
 
 TransformPtr flatten() {

@@ -64,6 +64,17 @@ TransformPtr random_crop(RandomCropOptions options);
 /// Flips each image horizontally with probability p. Images [H, W] or [C, H, W] of any dtype.
 TransformPtr random_horizontal_flip(double p = 0.5);
 
+enum class Interpolation { nearest, bilinear };
+struct RandomRotationOptions {
+  double degrees = 10;  ///< Uniform in [-degrees, degrees); positive is counter-clockwise.
+  Interpolation interpolation = Interpolation::nearest;  ///< As torchvision's default.
+  double fill = 0;  ///< Value of pixels from outside, in the image's own dtype and scale.
+};
+/// Rotates the image about its centre and keeps its size. Images [H, W] or [C, H, W], uint8 or
+/// float32. Source positions and rounding are those of torchvision on tensors (affine_grid and
+/// grid_sample with align_corners false).
+TransformPtr random_rotation(RandomRotationOptions options = {});
+
 /// [B, ...] becomes [B, numel]. Costs nothing.
 TransformPtr flatten();
 /// [B, ...] becomes [B, shape...] of as many elements. Costs nothing.

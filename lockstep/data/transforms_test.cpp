@@ -121,7 +121,8 @@ TEST(Compose, StepsOfAKindDrawDifferentNumbers) {
 
 TEST(Compose, RandomStepsDependOnSeedAndEpoch) {
   const at::Tensor images = bytes({50, 12, 12});
-  const Compose transforms{random_crop({.padding = 3}), random_horizontal_flip()};
+  const Compose transforms{random_crop({.padding = 3}), random_horizontal_flip(),
+                           random_rotation()};
   EXPECT_TRUE(at::equal(transforms(images, 1, 2), transforms(images, 1, 2)));
   EXPECT_FALSE(at::equal(transforms(images, 1, 2), transforms(images, 2, 2)));
   EXPECT_FALSE(at::equal(transforms(images, 1, 2), transforms(images, 1, 3)));
@@ -227,6 +228,50 @@ at::Tensor torchvision_rotate(const at::Tensor& image, double radians, int64_t i
 
 double angle_of(double degrees, uint64_t seed, int64_t index) {
   return random_of(seed, 0, 0, index).uniform(-degrees, degrees) * std::numbers::pi / 180;
+}
+
+TEST(RandomRotation, NearestIsTorchvisions) {
+  const at::Tensor images = bytes({100, 2, 20, 27});
+  const at::Tensor turned = Compose{random_rotation({.degrees = 180, .fill = 9})}(images, 6);
+  int64_t differing = 0;
+  for (int64_t i = 0; i < images.size(0); ++i) {
+    const at::Tensor expected =
+        torchvision_rotate(images[i].to(at::kFloat), angle_of(180, 6, i), 1, 9);
+    differing += (turned[i].to(at::kFloat) != expected).sum().item<int64_t>();
+  }
+  // The grid goes through other roundings, so a position half-way between two pixels may fall to
+  // either: 1 in 10,000 pixels at most.
+  EXPECT_LE(differing, turned.numel() / 10000);
+}
+
+TEST(RandomRotation, BilinearIsTorchvisions) {
+  const at::Tensor images = at::rand({50, 3, 17, 12});
+  const RandomRotationOptions options{
+      .degrees = 90, .interpolation = Interpolation::bilinear, .fill = 0.5};
+  const at::Tensor turned = Compose{random_rotation(options)}(images, 8);
+  for (int64_t i = 0; i < images.size(0); ++i) {
+    const at::Tensor expected = torchvision_rotate(images[i], angle_of(90, 8, i), 0, 0.5);
+    // Positions up to 17 pixels in float32 through other roundings: 17 * 2^-23 a few times over.
+    EXPECT_LT((turned[i] - expected).abs().max().item<float>(), 2e-5F) << i;
+  }
+  const at::Tensor rounded = Compose{random_rotation(options)}(bytes({50, 17, 12}), 8);
+  EXPECT_EQ(rounded.scalar_type(), at::kByte);
+}
+
+TEST(RandomRotation, ByNothingChangesNothing) {
+  for (Interpolation interpolation : {Interpolation::nearest, Interpolation::bilinear}) {
+    const at::Tensor images = bytes({5, 8, 9});
+    const Compose transforms{random_rotation({.degrees = 0, .interpolation = interpolation})};
+    EXPECT_TRUE(at::equal(transforms(images), images));
+  }
+}
+
+TEST(RandomRotation, NamesWhatDoesNotFit) {
+  EXPECT_THAT(message_of([] { random_rotation({.degrees = -1}); }), HasSubstr("not below 0"));
+  EXPECT_THAT(message_of([] {
+                Compose{random_rotation()}(at::ones({2, 3, 3}, at::kLong));
+              }),
+              HasSubstr("int64 [3, 3], expected uint8 or float32"));
 }
 
 }  // namespace transforms_test
