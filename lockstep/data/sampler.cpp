@@ -43,18 +43,26 @@ DistributedSampler::DistributedSampler(SamplerOptions options) : options_(option
 }
 
 std::vector<int64_t> DistributedSampler::indices(int64_t epoch) const {
+  return indices(SamplerState{.epoch = epoch, .position = 0});
+}
+
+std::vector<int64_t> DistributedSampler::indices(const SamplerState& state) const {
+  if (state.position < 0 || state.position > samples_per_rank_)
+    throw UsageError("cannot resume at position " + std::to_string(state.position) + " of epoch " +
+                     std::to_string(state.epoch) + ": a rank has " +
+                     std::to_string(samples_per_rank_) + " samples an epoch");
   const int64_t size = options_.dataset_size;
   at::Tensor order;
   const int64_t* shuffled = nullptr;
   if (options_.shuffle) {
-    const auto generator =
-        at::make_generator<at::CPUGeneratorImpl>(options_.seed + static_cast<uint64_t>(epoch));
+    const auto generator = at::make_generator<at::CPUGeneratorImpl>(
+        options_.seed + static_cast<uint64_t>(state.epoch));
     order = at::randperm(size, generator, at::TensorOptions().dtype(at::kLong).device(at::kCPU));
     shuffled = order.const_data_ptr<int64_t>();
   }
   std::vector<int64_t> result;
-  result.reserve(samples_per_rank_);
-  for (int64_t i = 0; i < samples_per_rank_; ++i) {
+  result.reserve(samples_per_rank_ - state.position);
+  for (int64_t i = state.position; i < samples_per_rank_; ++i) {
     // Positions beyond the data set are the padding: its order once more, as often as needed.
     const int64_t position = (options_.skip + i * options_.world_size + options_.rank) % size;
     result.push_back(shuffled ? shuffled[position] : position);

@@ -57,6 +57,10 @@ class DistributedSampler {
 
   /// This rank's samples_per_rank() indices in [0, dataset_size).
   std::vector<int64_t> indices(int64_t epoch) const;
+  /// The indices that remain after the first `state.position`. Throws UsageError when the position
+  /// is not in [0, samples_per_rank()].
+  std::vector<int64_t> indices(const SamplerState& state) const;
+
   /// Samples of each rank in an epoch. 0 only with drop_last and fewer samples than ranks.
   int64_t samples_per_rank() const { return samples_per_rank_; }
   /// samples_per_rank() * world_size.

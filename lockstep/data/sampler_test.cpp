@@ -116,6 +116,15 @@ TEST(DistributedSampler, EpochsDifferAndRepeat) {
   EXPECT_EQ(sampler.indices(5), next_seed.indices(4)) << "the generator's seed is seed + epoch";
 }
 
+TEST(DistributedSampler, ResumesInTheMiddleOfAnEpoch) {
+  const DistributedSampler sampler({.dataset_size = 101, .rank = 2, .world_size = 3});
+  const std::vector<int64_t> whole = sampler.indices(6);
+  for (int64_t position : {0, 1, 17, 33, 34}) {
+    const std::vector<int64_t> rest = sampler.indices({.epoch = 6, .position = position});
+    EXPECT_EQ(rest, std::vector<int64_t>(whole.begin() + position, whole.end()));
+  }
+}
+
 TEST(DistributedSampler, NamesWhatIsOutOfRange) {
   const auto make = [](SamplerOptions options) {
     return message_of([&] { DistributedSampler sampler(options); });
@@ -125,6 +134,10 @@ TEST(DistributedSampler, NamesWhatIsOutOfRange) {
   EXPECT_THAT(make({.dataset_size = 5, .rank = 2, .world_size = 2}),
               HasSubstr("rank 2, expected one from 0 to 1"));
   EXPECT_THAT(make({.dataset_size = 5, .rank = -1}), HasSubstr("rank -1"));
+  const DistributedSampler sampler({.dataset_size = 5});
+  for (int64_t position : {-1, 6})
+    EXPECT_THAT(message_of([&] { sampler.indices({.epoch = 2, .position = position}); }),
+                HasSubstr("position " + std::to_string(position) + " of epoch 2"));
 }
 
 }  // namespace sampler_test

@@ -99,13 +99,29 @@ class TorchDatasetSource : public ExampleSource {
 /// Any `torch::data` dataset with random access as a source for a DataLoader: a `Dataset<Self,
 /// Example<>>`, or one mapped by transforms, including `Stack<>`. The loader's threads read samples
 /// when a batch needs them. Each thread has its own copy of the dataset, as in LibTorch's own
-/// loader. If the samples fit into memory, read_all makes epochs after the first one faster.
+/// loader.
 ///
 ///   DataLoader loader(torch_source(MyDataset(folder), "mine"), sampler, {...}, {...});
 template <typename Dataset>
 std::unique_ptr<SampleSource> torch_source(Dataset dataset, std::string name = "torch::data") {
   return std::make_unique<detail::TorchDatasetSource<Dataset>>(std::move(dataset), std::move(name));
 }
+
+/// All samples of a `torch::data` dataset, read once into memory. If they fit, epochs after the
+/// first one are faster.
+template <typename Dataset>
+TensorDataset load_torch_dataset(Dataset dataset, std::string name = "torch::data") {
+  return read_all(*torch_source(std::move(dataset), std::move(name)));
+}
+
+}  // namespace lockstep
+
+namespace torch::serialize {
+class OutputArchive;
+class InputArchive;
+}  // namespace torch::serialize
+
+namespace lockstep {
 
 /// The defaults are those of SamplerOptions.
 struct TorchSamplerOptions {
@@ -143,6 +159,10 @@ class TorchSampler {
   void set_epoch(int64_t epoch);
   /// Samples of each rank in an epoch, as DistributedSampler says.
   int64_t samples_per_rank() const { return sampler_.samples_per_rank(); }
+
+  /// Save and load the position in the pass, as LibTorch's samplers do.
+  void save(torch::serialize::OutputArchive& archive) const;
+  void load(torch::serialize::InputArchive& archive);
 
  private:
   void begin(int64_t epoch);

@@ -82,7 +82,7 @@ TEST(TorchDataset, FeedsALoaderWhenShared) {
 }
 
 TEST(TorchDataset, IsReadIntoMemory) {
-  const TensorDataset dataset = read_all(*torch_source(Counting(1500), "counting"));
+  const TensorDataset dataset = load_torch_dataset(Counting(1500), "counting");
   EXPECT_EQ(dataset.name, "counting");
   EXPECT_EQ(dataset.data.sizes(), (std::vector<int64_t>{1500, 2, 3}));
   EXPECT_TRUE(at::equal(dataset.targets, at::arange(1500) * 10));

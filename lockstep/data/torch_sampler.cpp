@@ -1,5 +1,8 @@
 #include "lockstep/data/torch_dataset.h"
 
+#include <ATen/ops/tensor.h>
+#include <torch/serialize/archive.h>
+
 #include <algorithm>
 #include <string>
 
@@ -38,6 +41,20 @@ void TorchSampler::set_epoch(int64_t epoch) {
   epoch_ = epoch - 1;
   indices_.clear();
   position_ = 0;
+}
+
+void TorchSampler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("epoch", at::tensor(epoch_), /*is_buffer=*/true);
+  archive.write("position", at::tensor(static_cast<int64_t>(position_)), /*is_buffer=*/true);
+}
+
+void TorchSampler::load(torch::serialize::InputArchive& archive) {
+  at::Tensor epoch, position;
+  archive.read("epoch", epoch, /*is_buffer=*/true);
+  archive.read("position", position, /*is_buffer=*/true);
+  if (epoch.item<int64_t>() < 0) return set_epoch(0);
+  begin(epoch.item<int64_t>());
+  position_ = std::min(indices_.size(), static_cast<size_t>(position.item<int64_t>()));
 }
 
 }  // namespace lockstep

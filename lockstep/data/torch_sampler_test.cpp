@@ -114,6 +114,25 @@ TEST(TorchSampler, BeginsAtAnEpochThatIsSet) {
   EXPECT_THROW(sampler.set_epoch(-1), UsageError);
 }
 
+TEST(TorchSampler, GoesOnWhereItWasSaved) {
+  TorchSampler sampler = torch_sampler(23, Place{0, 2});
+  sampler.reset();
+  sampler.reset();
+  sampler.next(5);
+  torch::serialize::OutputArchive out;
+  sampler.save(out);
+  std::stringstream bytes;
+  out.save_to(bytes);
+  torch::serialize::InputArchive in;
+  in.load_from(bytes);
+  TorchSampler again = torch_sampler(23, Place{0, 2});
+  again.load(in);
+  EXPECT_EQ(again.epoch(), 1);
+  EXPECT_EQ(again.next(4), sampler.next(4));
+  again.reset();
+  EXPECT_EQ(again.epoch(), 2);
+}
+
 TEST(TorchSampler, TakesANewSize) {
   TorchSampler sampler = torch_sampler(23, Place{0, 2});
   sampler.reset(4);
