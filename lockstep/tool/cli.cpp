@@ -3,6 +3,7 @@
 #include <stdio_ext.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
@@ -157,7 +158,9 @@ struct Cli::Impl : HelpPage {
     return nullptr;
   }
 
-  static void give(OptionInfo& info, const std::string& value) {
+  void give(OptionInfo& info, const std::string& value) {
+    if (find(with_dashes(value)))
+      throw UsageError(info.main_name() + " needs a value (" + info.placeholder + ")");
     info.given = true;
     info.set(value);
   }
@@ -192,48 +195,52 @@ struct Cli::Impl : HelpPage {
     std::vector<std::string> rest;
   };
 
-  /// Flags, and words that are neither a flag nor its value. With `trailing` from the first of
-  /// these on, else from "--" on, all is `rest`. Checks the flags' names and that those which need
-  /// a value, and only those, have one.
-  Words take_apart(const std::vector<std::string>& args) {
-    Words words;
-    size_t i = 0;
-    while (i < args.size()) {
-      const std::string& word = args[i];
-      const bool is_flag = word.size() > 1 && word[0] == '-' && word != "--" && !is_number(word);
-      if (!is_flag) {
-        if (trailing || word == "--") break;
-        words.others.push_back(args[i++]);
-        continue;
-      }
-      const auto [name, joined] = name_and_value(word);
-      auto* info = find(name);
-      if (!info) unknown_flag(word);
-      words.flags.emplace_back(info, joined.value_or(""));
-      ++i;
-      if (info->placeholder.empty()) {
-        if (!joined) continue;
-        throw UsageError(info->main_name() + " takes no value, but was given as '" + word + "'");
-      }
-      if (joined) continue;
-      if (i == args.size() || find(name_and_value(args[i]).first))
-        throw UsageError(info->main_name() + " needs a value (" + info->placeholder + ")");
-      words.flags.back().second = args[i++];
+  /// CLI11 reads names with dashes as with underscores, as torchrun does.
+  static std::string names_of(const OptionInfo& info) {
+    std::vector<std::string> names = info.names;
+    for (const std::string& name : info.names) {
+      std::string other = name;
+      std::replace(other.begin() + 2, other.end(), '-', '_');
+      if (other != name) names.push_back(other);
     }
-    if (i < args.size() && args[i] == "--") ++i;
-    words.rest.assign(args.begin() + static_cast<std::ptrdiff_t>(i), args.end());
-    return words;
+    return join(names, ",");
   }
 
-  /// "--lr=3", "-s=3" and "-s3" hold both.
-  std::pair<std::string, std::optional<std::string>> name_and_value(const std::string& word) {
-    const std::string dashed = with_dashes(word);
-    const auto equals = dashed.find('=');
-    if (equals != std::string::npos) return {dashed.substr(0, equals), dashed.substr(equals + 1)};
-    const bool is_short = word.size() > 2 && word[0] == '-' && word[1] != '-';
-    const auto* info = is_short ? find(word.substr(0, 2)) : nullptr;
-    if (info && info->may_have(word.substr(2))) return {word.substr(0, 2), word.substr(2)};
-    return {dashed, std::nullopt};
+  /// Flags, and words that are neither a flag nor its value. With `trailing` from the first of
+  /// these on, else from "--" on, all is `rest`.
+  Words take_apart(const std::vector<std::string>& args) {
+    Words words;
+    CLI::App app;
+    app.set_help_flag();
+    app.allow_extras()->prefix_command(trailing != nullptr);
+    for (OptionInfo& info : options) {
+      if (info.placeholder.empty()) {
+        app.add_flag_callback(names_of(info), [&] { words.flags.emplace_back(&info, ""); });
+        continue;
+      }
+      const auto take = [&](const std::vector<std::string>& values) {
+        for (const auto& value : values) words.flags.emplace_back(&info, value);
+      };
+      app.add_option_function<std::vector<std::string>>(names_of(info), take)
+          ->type_name(info.placeholder)
+          ->expected(1)
+          ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+          ->allow_extra_args(false);
+    }
+    try {
+      app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
+    } catch (const CLI::ParseError& error) {
+      throw UsageError(error.what(), lists_the_flags());
+    }
+    const auto others = app.remaining();
+    auto end = others.begin();
+    for (; end != others.end() && *end != "--"; ++end) {
+      if (end->size() > 1 && end->front() == '-' && !is_number(*end)) unknown_flag(*end);
+      if (trailing) break;
+      words.others.push_back(*end);
+    }
+    words.rest.assign(end != others.end() && *end == "--" ? end + 1 : end, others.end());
+    return words;
   }
 
   void take_positionals(const std::vector<std::string>& words) {

@@ -20,11 +20,6 @@ struct OptionInfo {
   bool given = false;
 
   std::string main_name() const { return names.back(); }
-  /// Whether "-n4" is this flag with a value: "-nr" is another program's flag.
-  bool may_have(const std::string& joined) const {
-    if (placeholder != "N" && placeholder != "X") return !placeholder.empty();
-    return joined.find_first_of("0123456789") != std::string::npos;
-  }
   bool has(const std::string& name) const {
     return std::find(names.begin(), names.end(), name) != names.end();
   }
