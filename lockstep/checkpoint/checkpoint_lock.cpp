@@ -14,6 +14,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 
@@ -93,6 +94,13 @@ std::string described(const std::optional<LockOwner>& owner, const LockOwner& se
                          "wait until it has ended, or choose another folder with --checkpoint-dir");
 }
 
+void warn_of_other_host(const fs::path& folder, const LockOwner& owner) {
+  log_warning("process " + std::to_string(owner.process) + " (" + owner.program + ") of host " +
+              owner.host + " has had folder " + folder.string() + " since " + owner.since +
+              " and did not end normally. If it still runs, end it: the locks of this file system "
+              "may not reach other hosts, and two runs would write here");
+}
+
 /// False when another owner removed it at this moment.
 bool open_file(UnforkedFd& fd, const fs::path& path) {
   constexpr int kFlags = O_RDWR | O_CLOEXEC | O_NOFOLLOW;
@@ -116,6 +124,8 @@ std::unique_ptr<CheckpointLock> CheckpointLock::acquire(const fs::path& folder,
     if (!open_file(lock->fd_, lock->path_)) continue;
     if (try_lock(lock->fd_.get(), lock->path_)) {
       if (!lock->is_in_place()) continue;
+      const auto before = read_owner(lock->fd_.get());
+      if (before && before->host != self.host) warn_of_other_host(folder, *before);
       lock->process_ = self.process;
       write_owner(lock->fd_.get(), self, lock->path_);
       return lock;

@@ -13,8 +13,8 @@ namespace lockstep {
 /// it ends with its owner, however that ends. The file says who that is. It is removed with the
 /// lock, and what a killed owner left of it is taken over.
 ///
-/// Some network file systems have no locks, or keep them on one host. There writers of other hosts
-/// are not noticed.
+/// Some network file systems have no locks, or keep them on one host. So where the file names a
+/// process of another host, a warning says that it may still write.
 class CheckpointLock {
  public:
   /// Throws FolderInUseError when another process still has it after `patience`: one that was just

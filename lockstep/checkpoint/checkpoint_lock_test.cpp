@@ -134,7 +134,10 @@ TEST_F(LockedFolder, WhatAnotherOwnerLeftIsTakenOver) {
       {R"({"host": "node7", "process": 4711, "program": "lockstep", "since": "", "identity": "b"})",
        "", "no JSON", R"({"host": 7})"}) {
     write_file_atomically(file_, left);
+    testing::internal::CaptureStderr();
     const auto lock = acquire();
+    const bool warned = !testing::internal::GetCapturedStderr().empty();
+    EXPECT_EQ(warned, left.find("node7") != left.npos) << left;
     EXPECT_EQ(nlohmann::json::parse(read_file(file_))["process"], ::getpid()) << left;
   }
 }
