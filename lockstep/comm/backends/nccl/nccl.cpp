@@ -1,5 +1,23 @@
 #include "lockstep/comm/backends/nccl/nccl.h"
 
+#ifdef LOCKSTEP_NCCL_ABSENT_REASON  // What was missing when this build was configured.
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+namespace lockstep::nccl {
+
+BackendInfo info() {
+  return {"nccl", false, LOCKSTEP_NCCL_ABSENT_REASON, LOCKSTEP_NCCL_ABSENT_REMEDY, kTraits};
+}
+
+MadeBackend make(const BackendOptions&) {
+  return {};  // Nobody asks for what is not available.
+}
+
+}  // namespace lockstep::nccl
+
+#else
+
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -37,3 +55,5 @@ MadeBackend make(const BackendOptions& options) {
 }
 
 }  // namespace lockstep::nccl
+
+#endif
