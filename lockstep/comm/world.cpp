@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <nlohmann/json.hpp>
 
 #include "lockstep/base/arrival.h"
 #include "lockstep/base/descriptors.h"
@@ -25,7 +26,6 @@
 #include "lockstep/comm/forming_watch.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/native_store.h"
-#include "lockstep/comm/rendezvous/mpirun_meeting.h"
 #include "lockstep/comm/rendezvous/rendezvous.h"
 #include "lockstep/comm/shared_memory/host_key.h"
 
@@ -66,10 +66,6 @@ void make_room(const JobEnvironment& job, bool holds_store) {
   const int connections = job.world_size * (holds_store ? 3 : 1);
   make_room_for_descriptors(kOwn + connections, "rank " + std::to_string(job.rank) + " of " +
                                                     std::to_string(job.world_size));
-}
-
-int cuda_devices() {
-  return at::detail::getCUDAHooks().deviceCount();
 }
 
 // Fills in which of this host's ranks this one is where the launcher did not say: by the hosts that
@@ -147,20 +143,18 @@ struct Vote {
   std::string kind;   ///< nccl where it has a device and may use it, else cpu.
   std::string host_key;
 
-  std::string encoded() const { return asked + " " + kind + " " + host_key; }
+  std::string encoded() const { return nlohmann::json::array({asked, kind, host_key}).dump(); }
   static Vote decode(const std::string& text) {
-    const auto words = split(text, ' ');
-    if (words.size() < 2) return {text, {}, {}};
-    const size_t length = words[0].size() + words[1].size() + 2;
-    return {words[0], words[1], text.substr(std::min(length, text.size()))};
+    const auto fields = nlohmann::json::parse(text);
+    return {fields.at(0), fields.at(1), fields.at(2)};
   }
 };
 
 Vote own_vote(const InitOptions& options, const JobEnvironment& job) {
   // Of a launcher that shows each rank its own device only, all local ranks are 0.
   const bool may = options.backend == "nccl" || (options.backend == "auto" && !options.cpu_only);
-  const bool cuda =
-      may && backend_info("nccl").available && cuda_devices() > std::max(0, job.local_rank);
+  const bool cuda = may && backend_info("nccl").available &&
+                    at::detail::getCUDAHooks().deviceCount() > std::max(0, job.local_rank);
   return {options.backend, cuda ? "nccl" : "cpu", host_key()};
 }
 
@@ -267,22 +261,11 @@ Store program_keys(const Store& own) {
   return prefix_store("user", own);
 }
 
-/// "host:port/generation"
-std::string store_address_of(const JobEnvironment& job, int64_t generation) {
-  return endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(generation);
-}
-
 /// torchrun keeps one store for all its restarts. Our launcher, and who holds a store of its own,
 /// makes a new one. There generation 0 is also what ranks in Python take part in.
 int64_t generation_of(const InitOptions& options, const JobEnvironment& job) {
   if (options.generation >= 0) return options.generation;
   return job.agent_store && job.launcher == "torchrun" ? job.restart_count : 0;
-}
-
-void expect_generation_exists(int64_t generation) {
-  if (generation >= -1) return;
-  throw UsageError("init: generation " + std::to_string(generation) +
-                   " is no whole number of at least 0");
 }
 
 Rendezvous plan_of(const InitOptions& options, milliseconds timeout) {
@@ -328,7 +311,6 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   context->debug = debug_of(options);
   context->cancelled = options.cancelled;
   if (options.backend != "auto") backend_info(options.backend);
-  expect_generation_exists(options.generation);
   Rendezvous plan = plan_of(options, timeout);
   find_master(plan, timeout);
   job = plan.job;
@@ -350,7 +332,9 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   const Store keys = keys_of_generation(root_, generation);
   context->store = prefix_store("default_pg", keys);
   context->own_store = own_keys(keys);
-  if (plan.kind == Rendezvous::Kind::tcp) store_address = store_address_of(job, generation);
+  if (plan.kind == Rendezvous::Kind::tcp)  // "host:port/generation"
+    store_address =
+        endpoint_text(job.master_addr, job.master_port) + "/" + std::to_string(generation);
   context->address = job.single_host ? "127.0.0.1" : reachable_address(job.master_addr);
   store = program_keys(context->own_store);
 

@@ -188,7 +188,6 @@ TEST(InitErrors, AGenerationOverAStoreNeedsARankAndASize) {
   const Store store = hash_store();
   EXPECT_THROW(init(options_over(store, 0, -1, 2)), UsageError);
   EXPECT_THROW(init(options_over(store, 0, 0, -1)), UsageError);
-  EXPECT_THROW(init(options_over(store, -2, 0, 1)), UsageError);
 }
 
 TEST(World, MeetsByAFile) {
@@ -205,7 +204,6 @@ TEST(World, MeetsByAFile) {
     Store(world.store()).set("seen/" + std::to_string(world.rank()), "1");
     Store(world.store()).wait({"seen/0", "seen/1", "seen/2"});
   });
-  EXPECT_FALSE(std::filesystem::exists(path)) << "the last rank removes the file";
 }
 
 TEST(World, MeetsByTcp) {

@@ -148,7 +148,6 @@ WorkerPlan worker_plan(const RankLayout& layout, int local_rank, int64_t number,
   plan.env = rank_environment(layout, local_rank, plan.error_file.string());
   plan.env.emplace_back(kSpawnVariable, std::to_string(getpid()));
   plan.env.emplace_back(kSpawnCallVariable, std::to_string(number));
-  plan.unset = {"LOCKSTEP_LAUNCHER"};
   plan.err.console = true;
   return plan;
 }

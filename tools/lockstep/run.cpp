@@ -173,7 +173,7 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   plan.error_file = logs.folder(local_rank) / "error.json";
   plan.env = launch::rank_environment(layout, local_rank, plan.error_file.string());
   plan.env.emplace_back("TORCHELASTIC_SIGNALS_TO_HANDLE", options.signal_names);
-  plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable, "LOCKSTEP_LAUNCHER"};
+  plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable};
   const auto redirected = options.redirects.of(local_rank);
   const auto teed = options.tee.of(local_rank);
   const bool shown = options.shown.empty() || options.shown.count(local_rank) > 0;

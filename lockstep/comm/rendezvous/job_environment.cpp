@@ -1,13 +1,12 @@
 #include "lockstep/comm/rendezvous/job_environment.h"
 
-#include <algorithm>
+#include <regex>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
-#include "lockstep/base/words.h"
 
 namespace lockstep {
 namespace {
@@ -60,10 +59,10 @@ class Variables {
 
 /// What one launcher says, and by which variables.
 struct Claim {
-  std::string launcher;
+  JobEnvironment job;  ///< Without rank and size.
   std::string rank_name, size_name;
   std::optional<int> rank, size;
-  int local_rank = -1, local_size = -1, node_rank = -1, nodes = -1;
+  int nodes = -1;
 
   bool complete() const { return rank && size; }
   /// A job of one process, such as a shell within a Slurm allocation, contradicts nobody.
@@ -77,7 +76,7 @@ struct Claim {
 Claim claim_of(const std::string& launcher, const Variables& env, const std::string& rank_name,
                const std::string& size_name) {
   Claim claim;
-  claim.launcher = launcher;
+  claim.job.launcher = launcher;
   claim.rank_name = rank_name;
   claim.size_name = size_name;
   claim.rank = env.number(rank_name, 0);
@@ -89,26 +88,19 @@ std::optional<Claim> torchrun_claim(const Variables& env) {
   if (!env.has("RANK") && !env.has("WORLD_SIZE")) return std::nullopt;
   const bool ours = env.has("LOCKSTEP_RUN_TOKEN") || env.has("LOCKSTEP_SPAWNED_BY");
   Claim claim = claim_of(ours ? "lockstep" : "torchrun", env, "RANK", "WORLD_SIZE");
-  claim.local_rank = env.number_or_unknown("LOCAL_RANK", 0);
-  claim.local_size = env.number_or_unknown("LOCAL_WORLD_SIZE", 1);
-  claim.node_rank = env.number_or_unknown("GROUP_RANK", 0);
+  claim.job.local_rank = env.number_or_unknown("LOCAL_RANK", 0);
+  claim.job.local_size = env.number_or_unknown("LOCAL_WORLD_SIZE", 1);
+  claim.job.node_rank = env.number_or_unknown("GROUP_RANK", 0);
   claim.nodes = env.number_or_unknown("GROUP_WORLD_SIZE", 1);
   return claim;
 }
 
 // Slurm's "2(x3),1": tasks on each node.
 int tasks_on_node(const std::string& text, int node) {
-  int first = 0;
-  for (const auto& part : split(text, ',')) {
-    const auto open = part.find("(x");
-    const auto tasks = parse_int(part.substr(0, open));
-    int64_t repeat = 1;
-    if (open != std::string::npos && part.size() > open + 3) {
-      repeat = parse_int(part.substr(open + 2, part.size() - open - 3)).value_or(0);
-    }
-    if (!tasks || repeat < 1) return -1;
-    if (node < first + repeat) return static_cast<int>(*tasks);
-    first += static_cast<int>(repeat);
+  static const std::regex part(R"((\d{1,9})(?:\(x(\d{1,9})\))?)");
+  for (std::sregex_iterator it(text.begin(), text.end(), part), end; it != end; ++it) {
+    node -= (*it)[2].matched ? std::stoi((*it)[2]) : 1;
+    if (node < 0) return std::stoi((*it)[1]);
   }
   return -1;
 }
@@ -123,40 +115,40 @@ bool is_step_number(const std::string& text) {
 std::optional<Claim> slurm_claim(const Variables& env) {
   const auto size_name = env.first_of({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"});
   if (!env.has("SLURM_PROCID") || !size_name) return std::nullopt;
-  if (!env.in_slurm_step() && env.text("LOCKSTEP_LAUNCHER") != "slurm") return std::nullopt;
+  if (!env.in_slurm_step()) return std::nullopt;
   Claim claim = claim_of("slurm", env, "SLURM_PROCID", *size_name);
-  claim.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
-  claim.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
+  claim.job.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
+  claim.job.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
   if (const auto name = env.first_of({"SLURM_STEP_NUM_NODES", "SLURM_NNODES"})) {
     claim.nodes = env.number_or_unknown(*name, 1);
   }
-  if (claim.nodes == 1) claim.node_rank = 0;
+  if (claim.nodes == 1) claim.job.node_rank = 0;
   const auto tasks = env.first_of({"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"});
-  if (tasks && claim.node_rank >= 0) {
-    claim.local_size = tasks_on_node(*env.text(*tasks), claim.node_rank);
+  if (tasks && claim.job.node_rank >= 0) {
+    claim.job.local_size = tasks_on_node(*env.text(*tasks), claim.job.node_rank);
   }
-  if (claim.nodes == 1) claim.local_size = *claim.size;
+  if (claim.nodes == 1) claim.job.local_size = *claim.size;
   return claim;
 }
 
 std::optional<Claim> openmpi_claim(const Variables& env) {
   if (!env.has("OMPI_COMM_WORLD_RANK") || !env.has("OMPI_COMM_WORLD_SIZE")) return std::nullopt;
   Claim claim = claim_of("openmpi", env, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");
-  claim.local_rank = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_RANK", 0);
-  claim.local_size = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
+  claim.job.local_rank = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_RANK", 0);
+  claim.job.local_size = env.number_or_unknown("OMPI_COMM_WORLD_LOCAL_SIZE", 1);
   // Open MPI does not number its nodes; OMPI_COMM_WORLD_NODE_RANK is a rank within one.
-  if (claim.local_size == *claim.size) {
+  if (claim.job.local_size == *claim.size) {
     claim.nodes = 1;
-    claim.node_rank = 0;
+    claim.job.node_rank = 0;
   }
   return claim;
 }
 
 [[noreturn]] void throw_contradiction(const Claim& a, const Claim& b) {
-  throw UsageError("the environment holds the variables of two launchers that disagree: " +
-                       a.text() + " (" + a.launcher + "), " + b.text() + " (" + b.launcher + ")",
-                   "unset those that do not hold, or say whose do: LOCKSTEP_LAUNCHER=" +
-                       (a.launcher == "lockstep" ? "torchrun" : a.launcher) + " or " + b.launcher);
+  throw UsageError(
+      "the environment holds the variables of two launchers that disagree: " + a.text() + " (" +
+          a.job.launcher + "), " + b.text() + " (" + b.job.launcher + ")",
+      "unset those that do not hold");
 }
 
 bool agree(const Claim& a, const Claim& b) {
@@ -166,31 +158,10 @@ bool agree(const Claim& a, const Claim& b) {
 void fill_in(Claim& claim, const Claim& other) {
   if (!claim.rank) claim.rank = other.rank;
   if (!claim.size) claim.size = other.size;
-  if (claim.local_rank < 0) claim.local_rank = other.local_rank;
-  if (claim.local_size < 0) claim.local_size = other.local_size;
-  if (claim.node_rank < 0) claim.node_rank = other.node_rank;
+  if (claim.job.local_rank < 0) claim.job.local_rank = other.job.local_rank;
+  if (claim.job.local_size < 0) claim.job.local_size = other.job.local_size;
+  if (claim.job.node_rank < 0) claim.job.node_rank = other.job.node_rank;
   if (claim.nodes < 0) claim.nodes = other.nodes;
-}
-
-std::optional<Claim> forced_claim(const Variables& env, const std::vector<Claim>& claims) {
-  const auto wanted = env.text("LOCKSTEP_LAUNCHER");
-  if (!wanted) return std::nullopt;
-  const std::vector<std::string> known = {"torchrun", "lockstep", "slurm", "openmpi", "none"};
-  if (std::find(known.begin(), known.end(), *wanted) == known.end()) {
-    throw UsageError(unknown_word("LOCKSTEP_LAUNCHER", *wanted, known));
-  }
-  if (*wanted == "none") {
-    Claim alone;
-    alone.launcher = "none";
-    alone.rank = 0;
-    alone.size = 1;
-    return alone;
-  }
-  for (const auto& claim : claims) {
-    const std::string name = claim.launcher == "lockstep" ? "torchrun" : claim.launcher;
-    if (name == (*wanted == "lockstep" ? "torchrun" : *wanted)) return claim;
-  }
-  throw UsageError("LOCKSTEP_LAUNCHER=" + *wanted + ", but its variables are not set");
 }
 
 std::optional<Claim> decide(const Variables& env) {
@@ -198,11 +169,10 @@ std::optional<Claim> decide(const Variables& env) {
   for (auto read : {torchrun_claim, slurm_claim, openmpi_claim}) {
     if (auto claim = read(env)) claims.push_back(std::move(*claim));
   }
-  if (auto forced = forced_claim(env, claims)) return forced;
   if (claims.empty()) return std::nullopt;
   Claim claim = claims.front();
   // torchrun and `lockstep run` start their workers within whatever started them.
-  const bool innermost = env.has("TORCHELASTIC_RUN_ID") || claim.launcher == "lockstep";
+  const bool innermost = env.has("TORCHELASTIC_RUN_ID") || claim.job.launcher == "lockstep";
   if (innermost && claim.complete()) return claim;
   for (size_t i = 1; i < claims.size(); ++i) {
     const Claim& other = claims[i];
@@ -231,10 +201,11 @@ void check_range(const Claim& claim) {
                      "launchers set both: start the program by one (`lockstep run`, torchrun, "
                      "srun, mpirun), or unset them for a job of one process");
   }
-  if (claim.local_rank >= 0 && claim.local_size >= 0 && claim.local_rank >= claim.local_size) {
-    throw UsageError("local rank out of range: " + std::to_string(claim.local_rank) + " of " +
-                         std::to_string(claim.local_size) + " ranks on this host (" +
-                         claim.launcher + "'s variables)",
+  if (claim.job.local_rank >= 0 && claim.job.local_size >= 0 &&
+      claim.job.local_rank >= claim.job.local_size) {
+    throw UsageError("local rank out of range: " + std::to_string(claim.job.local_rank) + " of " +
+                         std::to_string(claim.job.local_size) + " ranks on this host (" +
+                         claim.job.launcher + "'s variables)",
                      "a launcher sets them so that they fit; unset what was set by hand");
   }
 }
@@ -312,46 +283,31 @@ bool is_slurm_step(const Lookup& lookup) {
 }
 
 std::string first_slurm_node(const std::string& list) {
-  std::string name;
-  bool is_wrong = false, within = false, taken = false;  // Within a bracket; it has its number.
-  for (size_t at = 0; at < list.size() && (within || list[at] != ','); ++at) {
-    const char c = list[at];
-    if (c == '[' || c == ']') {
-      is_wrong = is_wrong || within == (c == '[');
-      within = c == '[';
-      taken = false;
-    } else if (within && (c == ',' || c == '-')) {
-      taken = true;
-    } else if (!taken) {
-      name += c;
-    }
-  }
-  if (is_wrong || within || name.empty()) {
-    throw UsageError("Slurm's node list '" + list +
-                     "' does not parse: expected names such as node[01-03,7],gpu-a");
-  }
-  return name;
+  static const std::regex first(R"((?:[^,[\]]|\[\w[^[\]]*\])+(?=,|$))");
+  static const std::regex numbers(R"(\[(\w+)[^\]]*\])");
+  std::smatch node;
+  if (std::regex_search(list, node, first, std::regex_constants::match_continuous))
+    return std::regex_replace(node.str(), numbers, "$1");
+  throw UsageError("Slurm's node list '" + list +
+                   "' does not parse: expected names such as node[01-03,7],gpu-a");
 }
 
 JobEnvironment read_job_environment(const Lookup& lookup) {
   const Variables env(lookup);
-  JobEnvironment job;
   const auto claim = decide(env);
   if (!claim) {
-    read_slurm_allocation(env, job);
-    return job;
+    JobEnvironment alone;
+    read_slurm_allocation(env, alone);
+    return alone;
   }
   check_range(*claim);
-  job.launcher = claim->launcher;
+  JobEnvironment job = claim->job;
   job.rank = *claim->rank;
   job.world_size = *claim->size;
-  job.local_rank = claim->local_rank;
-  job.local_size = claim->local_size;
-  job.node_rank = claim->node_rank;
   job.restart_count = env.number("TORCHELASTIC_RESTART_COUNT", 0).value_or(0);
   const auto agent = env.text("TORCHELASTIC_USE_AGENT_STORE");
   job.agent_store = agent && to_lower(*agent) == "true" && claim->rank_name == "RANK";
-  job.single_host = claim->nodes == 1 || claim->local_size == *claim->size || *claim->size == 1;
+  job.single_host = claim->nodes == 1 || job.local_size == job.world_size || job.world_size == 1;
   read_master(env, job);
   if (is_loopback_host(job.master_addr)) job.single_host = true;
   return job;

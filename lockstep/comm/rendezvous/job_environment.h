@@ -21,8 +21,8 @@ struct JobEnvironment {
   bool agent_store = false;
   /// All ranks are on this host, so listening sockets stay on loopback.
   bool single_host = false;
-  /// Open MPI's variables do not say where rank 0 listens: see mpirun_meeting.h. `master_port` is
-  /// then one that all ranks derive alike, for want of a better one.
+  /// Open MPI's variables do not say where rank 0 listens: see find_master. `master_port` is then
+  /// one that all ranks derive alike, for want of a better one.
   bool master_unknown = false;
   /// Where rank 0 can tell the others on its host: in mpirun's own temporary folder. Empty:
   /// nowhere.
@@ -51,9 +51,8 @@ bool is_slurm_step(const Lookup& lookup);
 /// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else a group
 /// of one. What one launcher leaves out another may say. Slurm's variables count in a step only,
 /// see is_slurm_step. Where two launchers disagree about rank or size, that is a UsageError naming
-/// the variables, except in two cases:
-/// - RANK comes from torchrun or `lockstep run`, which may themselves run under the other.
-/// - LOCKSTEP_LAUNCHER=torchrun|slurm|openmpi says which one is right.
+/// the variables, except where RANK comes from torchrun or `lockstep run`, which may themselves run
+/// under the other.
 ///
 /// Throws UsageError too for a missing or malformed variable and a rank out of range.
 JobEnvironment read_job_environment(const Lookup& lookup);

@@ -200,15 +200,6 @@ TEST(JobEnvironment, ContradictingLaunchersAreNamed) {
   EXPECT_THROW(read(with(kOpenMpi, kSlurm)), UsageError);
 }
 
-TEST(JobEnvironment, TheUserMaySayWhichLauncherHolds) {
-  const Map both = with(kOpenMpi, kSlurm);
-  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "openmpi"}})).rank, 1);
-  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "slurm"}})).rank, 3);
-  EXPECT_EQ(read(with(both, {{"LOCKSTEP_LAUNCHER", "none"}})).world_size, 1);
-  EXPECT_THROW(read(with(both, {{"LOCKSTEP_LAUNCHER", "slrum"}})), UsageError);
-  EXPECT_THROW(read(with(both, {{"LOCKSTEP_LAUNCHER", "torchrun"}})), UsageError);
-}
-
 TEST(JobEnvironment, AgreeingLaunchersFillEachOtherIn) {
   const auto job = read(with(
       kSlurm,
@@ -233,7 +224,6 @@ TEST(JobEnvironment, AnAllocationsShellIsNoRank) {
     const Map interactive = {{"SLURM_STEP_ID", own}, {"SLURM_STEP_NUM_TASKS", "1"}};
     EXPECT_EQ(read(with(kBatchShell, interactive)).launcher, "none") << own;
   }
-  EXPECT_EQ(read(with(kBatchShell, {{"LOCKSTEP_LAUNCHER", "slurm"}})).world_size, 4);
 }
 
 TEST(JobEnvironment, AStepWithinTheAllocationIsARank) {

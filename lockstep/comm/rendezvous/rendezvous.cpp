@@ -1,16 +1,23 @@
 #include "lockstep/comm/rendezvous/rendezvous.h"
 
+#include <filesystem>
 #include <map>
+#include <regex>
+#include <tuple>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/host_address.h"
+#include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
-#include "lockstep/comm/rendezvous/mpirun_meeting.h"
 
 namespace lockstep {
 namespace {
+
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
 
 struct Url {
   std::string scheme;
@@ -19,24 +26,15 @@ struct Url {
 };
 
 Url parse_url(const std::string& text) {
-  const auto colon = text.find("://");
-  const std::vector<std::string> known = {"env", "tcp", "file"};
-  Url url;
-  url.scheme = text.substr(0, colon);
-  if (colon == std::string::npos ||
-      std::find(known.begin(), known.end(), url.scheme) == known.end()) {
+  static const std::regex form(R"((env|tcp|file)://([^?]*)(?:\?(\w+=[^&]*(?:&\w+=[^&]*)*))?)");
+  std::smatch parts;
+  if (!std::regex_match(text, parts, form))
     throw UsageError("init method '" + text +
                      "': expected env://, tcp://HOST:PORT or file:///PATH");
-  }
-  url.rest = text.substr(colon + 3);
-  const auto question = url.rest.find('?');
-  if (question == std::string::npos) return url;
-  for (const auto& pair : split(url.rest.substr(question + 1), '&')) {
-    const auto equals = pair.find('=');
-    if (equals == std::string::npos) throw UsageError("init method '" + text + "': '" + pair + "'");
-    url.query[pair.substr(0, equals)] = pair.substr(equals + 1);
-  }
-  url.rest.resize(question);
+  Url url{parts[1], parts[2], {}};
+  if (!parts[3].matched) return url;
+  for (const auto& pair : split(parts[3].str(), '&'))
+    url.query[pair.substr(0, pair.find('='))] = pair.substr(pair.find('=') + 1);
   return url;
 }
 
@@ -107,6 +105,49 @@ JobEnvironment environment_job(const Lookup& lookup) {
     if (name == "MASTER_PORT") return "1";
     return lookup(name);
   });
+}
+
+void take_endpoint(const std::string& text, JobEnvironment& job) {
+  const auto told = parse_endpoint(text);
+  if (!told) throw CommError("init: rank 0 told '" + text + "', expected HOST:PORT");
+  std::tie(job.master_addr, job.master_port) = *told;
+}
+
+std::string endpoint(const std::string& host, const UniqueFd& socket) {
+  return host + ":" + std::to_string(bound_port(socket.get()));
+}
+
+UniqueFd meet_by_file(JobEnvironment& job, std::chrono::milliseconds timeout) {
+  if (job.rank == 0) {
+    UniqueFd socket = listen_on("127.0.0.1", 0);
+    const std::string told = endpoint("127.0.0.1", socket);
+    write_file_atomically(job.meeting_file, told);
+    take_endpoint(told, job);
+    return socket;
+  }
+  const auto deadline = Clock::now() + timeout;
+  std::error_code ignored;
+  for (PollPause pause; !fs::exists(job.meeting_file, ignored); pause.sleep()) {
+    if (Clock::now() < deadline) continue;
+    throw TimeoutError("init: rank 0 has not told where it listens within " +
+                           human_seconds(static_cast<double>(timeout.count()) / 1000) + " (" +
+                           job.meeting_file + " does not appear)",
+                       "did rank 0 start? Else set MASTER_ADDR and MASTER_PORT: mpirun -x");
+  }
+  take_endpoint(read_file(job.meeting_file), job);
+  return {};
+}
+
+UniqueFd meet_by_mpi(JobEnvironment& job) {
+  UniqueFd socket;
+  std::string told;
+  if (job.rank == 0) {
+    socket = listen_on(job.single_host ? "127.0.0.1" : "", 0);
+    const std::string host = job.master_addr.empty() ? outward_address() : job.master_addr;
+    told = endpoint(host, socket);
+  }
+  take_endpoint(mpi::broadcast_from_first(told, job.rank, job.world_size), job);
+  return socket;
 }
 
 }  // namespace
@@ -181,8 +222,25 @@ bool holds_store(const Rendezvous& plan) {
 }
 
 void find_master(Rendezvous& plan, std::chrono::milliseconds timeout) {
-  if (plan.kind != Rendezvous::Kind::tcp || !plan.job.master_unknown) return;
-  plan.listen_fd = meet_under_mpirun(plan.job, timeout).release();
+  JobEnvironment& job = plan.job;
+  if (plan.kind != Rendezvous::Kind::tcp || !job.master_unknown) return;
+  if (!job.meeting_file.empty() && fs::is_directory(fs::path(job.meeting_file).parent_path())) {
+    plan.listen_fd = meet_by_file(job, timeout).release();
+  } else if (mpi::info().available) {
+    plan.listen_fd = meet_by_mpi(job).release();
+  } else if (job.master_addr.empty()) {
+    throw UsageError(
+        "Open MPI's variables do not say on which host rank 0 runs, and this build of "
+        "Lockstep has no MPI to ask",
+        "mpirun -x MASTER_ADDR=HOST, with the host of rank 0; or install "
+        "libopenmpi-dev and build again");
+  }
+}
+
+void forget_meeting(const JobEnvironment& job) noexcept {
+  if (job.rank != 0 || job.meeting_file.empty()) return;
+  std::error_code ignored;
+  fs::remove(job.meeting_file, ignored);
 }
 
 Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout) {

@@ -31,9 +31,16 @@ Rendezvous plan_over_store(const Store& store, int rank, int world_size);
 Rendezvous plan_over_mpi(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,
                          bool for_backend);
 
-/// Where the launcher did not say at what address rank 0 listens, finds it out. Rank 0 takes a free
-/// port and tells the others (see mpirun_meeting.h). Blocks until it has. Else does nothing.
+/// Where the launcher did not say at what address rank 0 listens (mpirun), finds it out: sets the
+/// job's master and, on rank 0, `listen_fd`. Rank 0 takes a free port and tells the others. On one
+/// host it does so by a file in mpirun's own temporary folder, which mpirun removes, else by MPI.
+/// Blocks until it has told. Throws TimeoutError when it does not, UsageError when there is no way
+/// to find out. Else does nothing.
 void find_master(Rendezvous& plan, std::chrono::milliseconds timeout);
+
+/// All ranks have met: rank 0 takes back what it told, as a later World of the same processes would
+/// tell something else.
+void forget_meeting(const JobEnvironment& job) noexcept;
 
 /// Makes or joins the store. Rank 0 listens, unless the launcher does. Throws as tcp_store does.
 Store open_store(const Rendezvous& plan, std::chrono::milliseconds timeout);
