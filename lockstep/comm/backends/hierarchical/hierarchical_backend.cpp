@@ -1,5 +1,3 @@
-#include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
@@ -7,17 +5,24 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/backends/call_queue.h"
 #include "lockstep/comm/backends/gloo/gloo.h"
 #include "lockstep/comm/backends/hierarchical/hierarchical.h"
+#include "lockstep/comm/backends/hierarchical/hierarchy.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/shm/shm.h"
 #include "lockstep/comm/backends/shm/tensor_reduction.h"
+#include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
 
 namespace lockstep::hierarchical {
 namespace {
 
+using backends::Blocks;
+using backends::bytes_of;
+using backends::Tensors;
+using backends::TensorWork;
 using Body = std::function<void(Hierarchy&)>;
 
 /// A call by the hierarchy, and what it consists of.
@@ -35,40 +40,27 @@ class HierarchicalWork final : public TensorWork {
 };
 
 /// A receive in the flat group, on a copy of a tensor that Gloo does not take. Gloo tells of a
-/// message's end only to the one who waits for it, so what sees the end first writes the result.
+/// message's end only to the one who waits for it, who then writes the result.
 class StagedWork final : public TensorWork {
  public:
   using TensorWork::TensorWork;
   void end_with(c10::intrusive_ptr<c10d::Work> inner) { inner_ = std::move(inner); }
 
-  bool isCompleted() override {
-    if (inner_->isCompleted()) finish();
-    return TensorWork::isCompleted();
-  }
   int sourceRank() const override { return inner_->sourceRank(); }
   void abort() override { inner_->abort(); }
   bool wait(std::chrono::milliseconds timeout) override {
+    std::exception_ptr error;
     try {
       if (!inner_->wait(timeout)) return false;
     } catch (...) {
-      isCompleted();
-      throw;
+      if (!inner_->isCompleted()) throw;
+      error = std::current_exception();
     }
-    finish();
+    std::call_once(once_, [&] { complete(error); });
     return TensorWork::wait(timeout);
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    const auto self = c10::intrusive_ptr<StagedWork>::unsafe_reclaim_from_nonowning(this);
-    auto future = TensorWork::getFuture();
-    inner_->getFuture()->addCallback([self](c10::ivalue::Future&) { self->finish(); });
-    return future;
   }
 
  private:
-  void finish() {
-    std::call_once(once_, [this] { complete(inner_->exception()); });
-  }
-
   c10::intrusive_ptr<c10d::Work> inner_;
   std::once_flag once_;
 };
@@ -126,164 +118,156 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
   }
 }
 
-}  // namespace
+/// For ranks on several hosts, some of them on one. Collectives go by the hierarchy: through shared
+/// memory on each host, and by one leader per host between them. CPU tensors of every dtype that
+/// shm takes, contiguous or not. The results have the same bits on every rank and in every run. The
+/// ranks' calls are compared at every collective.
+///
+/// Sends and receives go by a group of all ranks over Gloo. It compares the first messages of each
+/// sender, receiver and tag, and gets copies of tensors that are not contiguous.
+class HierarchicalBackend final : public backends::TensorBackend {
+ public:
+  HierarchicalBackend(const BackendOptions& options, const HostLayout& layout)
+      : TensorBackend(options),
+        checks_(flat_checks(options)),
+        hierarchy_(options, layout, checks_),
+        queue_({[this](TensorWork& work, bool blocking) { return blocking && run(work); },
+                [this](TensorWork& work) { run(work); }}),
+        flat_(make_flat(options, checks_, hierarchy_)) {}
+  ~HierarchicalBackend() override { queue_.close(); }
 
-HierarchicalBackend::HierarchicalBackend(const BackendOptions& options, const HostLayout& layout)
-    : TensorBackend(options),
-      checks_(flat_checks(options)),
-      hierarchy_(options, layout, checks_),
-      queue_({[this](TensorWork& work, bool blocking) { return blocking && run(work); },
-              [this](TensorWork& work) { run(work); }}),
-      flat_(make_flat(options, checks_, hierarchy_)) {}
-
-HierarchicalBackend::~HierarchicalBackend() {
-  queue_.close();
-}
-
-void HierarchicalBackend::setTimeout(std::chrono::milliseconds timeout) {
-  TensorBackend::setTimeout(timeout);
-  flat_->setTimeout(timeout);
-}
-
-bool HierarchicalBackend::run(TensorWork& work) {
-  hierarchy_.run(work, work.request().timeout, [&] { own(work).run(hierarchy_); });
-  return true;
-}
-
-HierarchicalBackend::OwnWork HierarchicalBackend::make_work(backends::Request request) {
-  return c10::make_intrusive<HierarchicalWork>(getRank(), std::move(request), names());
-}
-
-at::ScalarType HierarchicalBackend::reduction_dtype(at::ScalarType dtype,
-                                                    const c10d::ReduceOp& op) const {
-  shm::kernel_for(dtype, op);
-  return dtype;
-}
-
-void HierarchicalBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
-                                         const c10d::ReduceOp& op) {
-  own(work).add([data, joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
-    hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
-  });
-}
-
-// Tensors of one dtype travel as one: what is small costs a message between hosts each otherwise.
-void HierarchicalBackend::add_all_reduces(TensorWork& work, const Tensors& data,
-                                          const c10d::ReduceOp& op) {
-  std::vector<Tensors> alike;
-  for (const auto& tensor : data) {
-    const auto same = [&](const Tensors& list) {
-      return list[0].scalar_type() == tensor.scalar_type();
-    };
-    const auto list = std::find_if(alike.begin(), alike.end(), same);
-    list == alike.end() ? alike.push_back({tensor}) : list->push_back(tensor);
+  const std::string getBackendName() const override { return "hierarchical"; }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    TensorBackend::setTimeout(timeout);
+    flat_->setTimeout(timeout);
   }
-  for (const auto& list : alike) {
-    own(work).add([list, joining = joining_of(list[0], op, getSize())](Hierarchy& hierarchy) {
+  void abort() override {
+    hierarchy_.abort();
+    queue_.close();
+    hierarchy_.leave();
+    flat_->abort();
+  }
+  void shutdown() override {
+    queue_.close();
+    hierarchy_.leave();
+    flat_->shutdown();
+  }
+
+ private:
+  OwnWork make_work(backends::Request request) override {
+    return c10::make_intrusive<HierarchicalWork>(getRank(), std::move(request), names());
+  }
+  void submit(const OwnWork& work) override { queue_.submit(work); }
+  at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const override {
+    shm::kernel_for(dtype, op);
+    return dtype;
+  }
+  void add_all_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op) override {
+    own(work).add([data, joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
+      hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
+    });
+  }
+  // Tensors travel as one, those of different dtypes each by itself: what is small costs a message
+  // between hosts each otherwise.
+  void add_all_reduces(TensorWork& work, const Tensors& data, const c10d::ReduceOp& op) override {
+    if (!std::ranges::all_of(data, [&](const at::Tensor& tensor) {
+          return tensor.scalar_type() == data[0].scalar_type();
+        }))
+      return TensorBackend::add_all_reduces(work, data, op);
+    if (data.empty()) return;
+    own(work).add([data, joining = joining_of(data[0], op, getSize())](Hierarchy& hierarchy) {
       size_t bytes = 0;
-      for (const auto& tensor : list) bytes += tensor.nbytes();
+      for (const auto& tensor : data) bytes += tensor.nbytes();
       const auto flat = std::make_unique_for_overwrite<std::byte[]>(bytes);
       std::byte* at = flat.get();
-      for (const auto& tensor : list) at = std::copy_n(bytes_of(tensor), tensor.nbytes(), at);
+      for (const auto& tensor : data) at = std::copy_n(bytes_of(tensor), tensor.nbytes(), at);
       hierarchical::all_reduce(hierarchy, flat.get(), bytes, joining);
       at = flat.get();
-      for (const auto& tensor : list) {
+      for (const auto& tensor : data) {
         std::copy_n(at, tensor.nbytes(), bytes_of(tensor));
         at += tensor.nbytes();
       }
     });
   }
-}
-
-void HierarchicalBackend::add_broadcast(TensorWork& work, const at::Tensor& data, int root) {
-  own(work).add([data, root](Hierarchy& hierarchy) {
-    hierarchical::broadcast(hierarchy, bytes_of(data), data.nbytes(), root);
-  });
-}
-
-void HierarchicalBackend::add_all_gather(TensorWork& work, const at::Tensor& input,
-                                         Blocks outputs) {
-  own(work).add([input, outputs = std::move(outputs)](Hierarchy& hierarchy) {
-    hierarchical::all_gather(hierarchy, bytes_of(input), input.nbytes(), outputs);
-  });
-}
-
-void HierarchicalBackend::add_reduce_scatter(TensorWork& work, Blocks inputs,
-                                             const at::Tensor& output, const c10d::ReduceOp& op) {
-  own(work).add([sources = std::vector<const std::byte*>(inputs.begin(), inputs.end()), output,
-                 joining = joining_of(output, op, getSize())](Hierarchy& hierarchy) {
-    hierarchical::reduce_scatter(hierarchy, sources, bytes_of(output), output.nbytes(), joining);
-  });
-}
-
-// As all_reduce, which is what all but the root throw away.
-void HierarchicalBackend::add_reduce(TensorWork& work, const at::Tensor& data,
-                                     const c10d::ReduceOp& op, int root) {
-  own(work).add([data, is_root = getRank() == root,
-                 joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
-    if (is_root) return hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
-    const auto copy = std::make_unique_for_overwrite<std::byte[]>(data.nbytes());
-    std::copy_n(bytes_of(data), data.nbytes(), copy.get());
-    hierarchical::all_reduce(hierarchy, copy.get(), data.nbytes(), joining);
-  });
-}
-
-void HierarchicalBackend::add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs,
-                                     int root) {
-  own(work).add([this, input, outputs = std::move(outputs), root](Hierarchy& hierarchy) {
-    hierarchical::gather(hierarchy, *flat_, bytes_of(input), input.nbytes(), outputs, root);
-  });
-}
-
-void HierarchicalBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
-                                      int root) {
-  own(work).add([this, inputs = std::move(inputs), output, root](Hierarchy& hierarchy) {
-    hierarchical::scatter(hierarchy, *flat_, inputs, bytes_of(output), output.nbytes(), root);
-  });
-}
-
-void HierarchicalBackend::add_all_to_all(TensorWork& work, at::ScalarType, backends::Buffers sends,
-                                         backends::Buffers receives) {
-  own(work).add(
-      [this, sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
-        hierarchical::all_to_all(hierarchy, *flat_, sends, receives);
-      });
-}
-
-HierarchicalBackend::WorkPtr HierarchicalBackend::message(Operation operation,
-                                                          const at::Tensor& tensor, int peer,
-                                                          int tag) {
-  // Outside of autograd.
-  const auto plain = [](const at::Tensor& one) {
-    return Tensors{one.requires_grad() ? one.detach() : one};
-  };
-  auto work =
-      c10::make_intrusive<StagedWork>(getRank(), message_request(operation, tensor, peer), names());
-  if (operation == Operation::send) {
-    Tensors data = plain(work->given(tensor));
-    return flat_->send(data, peer, tag);
+  void add_broadcast(TensorWork& work, const at::Tensor& data, int root) override {
+    own(work).add([data, root](Hierarchy& hierarchy) {
+      hierarchical::broadcast(hierarchy, bytes_of(data), data.nbytes(), root);
+    });
   }
-  const at::Tensor memory = work->taken(tensor, false);
-  Tensors data = plain(memory);
-  auto inner =
-      operation == Operation::recv ? flat_->recv(data, peer, tag) : flat_->recvAnysource(data, tag);
-  if (memory.is_same(tensor)) return inner;
-  work->end_with(std::move(inner));
-  return work;
-}
+  void add_all_gather(TensorWork& work, const at::Tensor& input, Blocks outputs) override {
+    own(work).add([input, outputs = std::move(outputs)](Hierarchy& hierarchy) {
+      hierarchical::all_gather(hierarchy, bytes_of(input), input.nbytes(), outputs);
+    });
+  }
+  void add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
+                          const c10d::ReduceOp& op) override {
+    own(work).add([sources = std::vector<const std::byte*>(inputs.begin(), inputs.end()), output,
+                   joining = joining_of(output, op, getSize())](Hierarchy& hierarchy) {
+      hierarchical::reduce_scatter(hierarchy, sources, bytes_of(output), output.nbytes(), joining);
+    });
+  }
+  // As all_reduce, which is what all but the root throw away.
+  void add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
+                  int root) override {
+    own(work).add([data, is_root = getRank() == root,
+                   joining = joining_of(data, op, getSize())](Hierarchy& hierarchy) {
+      if (is_root)
+        return hierarchical::all_reduce(hierarchy, bytes_of(data), data.nbytes(), joining);
+      const auto copy = std::make_unique_for_overwrite<std::byte[]>(data.nbytes());
+      std::copy_n(bytes_of(data), data.nbytes(), copy.get());
+      hierarchical::all_reduce(hierarchy, copy.get(), data.nbytes(), joining);
+    });
+  }
+  void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override {
+    own(work).add([this, input, outputs = std::move(outputs), root](Hierarchy& hierarchy) {
+      hierarchical::gather(hierarchy, *flat_, bytes_of(input), input.nbytes(), outputs, root);
+    });
+  }
+  void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override {
+    own(work).add([this, inputs = std::move(inputs), output, root](Hierarchy& hierarchy) {
+      hierarchical::scatter(hierarchy, *flat_, inputs, bytes_of(output), output.nbytes(), root);
+    });
+  }
+  void add_all_to_all(TensorWork& work, at::ScalarType, backends::Buffers sends,
+                      backends::Buffers receives) override {
+    own(work).add(
+        [this, sends = std::move(sends), receives = std::move(receives)](Hierarchy& hierarchy) {
+          hierarchical::all_to_all(hierarchy, *flat_, sends, receives);
+        });
+  }
+  WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override {
+    // Outside of autograd.
+    const auto plain = [](const at::Tensor& one) {
+      return Tensors{one.requires_grad() ? one.detach() : one};
+    };
+    auto work = c10::make_intrusive<StagedWork>(getRank(), message_request(operation, tensor, peer),
+                                                names());
+    if (operation == Operation::send) {
+      Tensors data = plain(work->given(tensor));
+      return flat_->send(data, peer, tag);
+    }
+    const at::Tensor memory = work->taken(tensor, false);
+    Tensors data = plain(memory);
+    auto inner = operation == Operation::recv ? flat_->recv(data, peer, tag)
+                                              : flat_->recvAnysource(data, tag);
+    if (memory.is_same(tensor)) return inner;
+    work->end_with(std::move(inner));
+    return work;
+  }
 
-void HierarchicalBackend::abort() {
-  hierarchy_.abort();
-  queue_.close();
-  hierarchy_.leave();
-  flat_->abort();
-}
+  bool run(TensorWork& work) {
+    hierarchy_.run(work, work.request().timeout, [&] { own(work).run(hierarchy_); });
+    return true;
+  }
 
-void HierarchicalBackend::shutdown() {
-  queue_.close();
-  hierarchy_.leave();
-  flat_->shutdown();
-}
+  const std::shared_ptr<CheckContext> checks_;  ///< Of the flat group.
+  Hierarchy hierarchy_;
+  backends::CallQueue queue_;
+  /// All ranks, over Gloo: for messages, and between leaders.
+  c10::intrusive_ptr<c10d::Backend> flat_;
+};
+
+}  // namespace
 
 BackendInfo info() {
   BackendInfo info = shm::info();

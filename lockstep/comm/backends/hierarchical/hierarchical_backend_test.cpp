@@ -1,5 +1,5 @@
 // The hierarchical backend against ATen's and Gloo's results.
-#include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
+#include "lockstep/comm/backends/hierarchical/hierarchy.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>

@@ -7,7 +7,7 @@
 #include <atomic>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/backends/hierarchical/hierarchical_backend.h"
+#include "lockstep/comm/backends/hierarchical/hierarchy.h"
 #include "tests/support/run_hosts.h"
 #include "tests/support/test_wait.h"
 

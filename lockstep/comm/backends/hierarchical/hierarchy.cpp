@@ -15,6 +15,7 @@
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
+#include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/comm/shared_memory/host_key.h"
 
 namespace lockstep::hierarchical {
@@ -72,12 +73,13 @@ shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layo
           [store] { return store->get_to_str("meeting"); }};
 }
 
-}  // namespace
-
+/// This rank's host_key, and BackendOptions::host.
 std::string host_key_of(const BackendOptions& options) {
   const std::string key = host_key();
   return options.host.empty() || key.empty() ? key : key + "/" + options.host;
 }
+
+}  // namespace
 
 c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
   return part_of(options.store, "flat");
@@ -103,8 +105,6 @@ struct Hierarchy::Frame {
 Hierarchy::Hierarchy(const BackendOptions& options, HostLayout layout,
                      std::shared_ptr<CheckContext> checks)
     : layout_(std::move(layout)),
-      names_(names_of(options)->ranks),
-      group_name_(options.group_name),
       steps_(options.steps),
       checks_(std::move(checks)),
       look_(options.look),
@@ -244,56 +244,28 @@ void Hierarchy::tell_comparison(const SmallData* data) {
   if (data) data->take(told + sizeof(comparison));
 }
 
-// What the ranks of this host call, as (rank, length, text) each, on its leader.
-std::string Hierarchy::gather_calls() {
-  std::string all;
-  const auto calls = group_.tell_calls(*call_, timeout_ + kSlack);
-  for (size_t index = 0; index < calls.size(); ++index) {
-    const uint64_t head[]{static_cast<uint64_t>(layout_.mine()[index]), calls[index].size()};
-    all.append(reinterpret_cast<const char*>(head), sizeof(head)) += calls[index];
-  }
-  return all;
-}
-
+// By the store, which takes texts of any length.
 void Hierarchy::differ() {
-  std::string all = gather_calls();
-  if (leaders_) {
-    const std::string mine = all;
-    std::vector<uint64_t> sizes(layout_.hosts.size(), mine.size());
-    Transfers transfers;
-    const auto to_each = [&](auto action) {
-      for (int host = 0; host < static_cast<int>(frames_.size()); ++host)
-        if (host != layout_.host) action(host, static_cast<size_t>(host));
-      finish(transfers);
+  const std::string round = "differs/" + std::to_string(++differences_) + "/";
+  std::vector<CallSignature> calls;
+  translated([&] {
+    auto& store = checks_->store();
+    const auto tell_all = [&](const char* what, const std::string& word) {
+      const auto keys = numbered_keys(round + what, checks_->size());
+      store.set(keys[static_cast<size_t>(checks_->rank())], word);
+      store.wait(keys, timeout_);
+      return keys;
     };
-    to_each([&](int host, size_t index) {
-      const auto* size =
-          reinterpret_cast<const std::byte*>(&sizes[static_cast<size_t>(layout_.host)]);
-      send(host, size, sizeof(uint64_t), transfers);
-      receive(host, reinterpret_cast<std::byte*>(&sizes[index]), sizeof(uint64_t), transfers);
-    });
-    std::vector<std::string> others(sizes.size());
-    to_each([&](int host, size_t index) {
-      others[index].resize(sizes[index]);
-      send(host, reinterpret_cast<const std::byte*>(mine.data()), mine.size(), transfers);
-      receive(host, reinterpret_cast<std::byte*>(others[index].data()), sizes[index], transfers);
-    });
-    for (const auto& text : others) all += text;
-  }
-  uint64_t bytes = all.size();
-  run_local(shm::broadcast_plan(group_, reinterpret_cast<std::byte*>(&bytes), sizeof(bytes), 0));
-  all.resize(bytes);
-  run_local(shm::broadcast_plan(group_, reinterpret_cast<std::byte*>(all.data()), bytes, 0));
-  std::vector<CallSignature> calls(names_.size());
-  for (size_t at = 0; at + 16 <= all.size();) {
-    uint64_t head[2];
-    std::memcpy(head, all.data() + at, sizeof(head));
-    calls.at(head[0]) = decode(std::string_view(all).substr(at + sizeof(head), head[1]));
-    at += sizeof(head) + head[1];
-  }
+    for (const auto& key : tell_all("call/", call_->encoded()))
+      calls.push_back(decode(store.get_to_str(key)));
+    try {
+      tell_all("read/", "1");
+    } catch (const std::exception&) {  // Who holds the store has ended, when all had read.
+    }
+  });
   std::rethrow_exception(
-      mismatch_error(find_mismatch(calls, names_, group_name_)
-                         .value_or(mismatch_of({}, "the ranks of group '" + group_name_ +
+      mismatch_error(find_mismatch(calls, checks_->names(), checks_->group())
+                         .value_or(mismatch_of({}, "the ranks of group '" + checks_->group() +
                                                        "' did not make the same call"))));
 }
 
@@ -306,14 +278,10 @@ std::byte* Hierarchy::scratch(size_t bytes) {
   return scratch_.get();
 }
 
-void Hierarchy::finish(Transfers& transfers) {
-  leaders_->finish(transfers, timeout_);
-}
-
 Failure::Rank Hierarchy::leader_of(int host, Failure::Kind kind) const {
   const auto& ranks = layout_.hosts[static_cast<size_t>(host)];
   Failure::Rank leader = checks_->member(ranks.front(), kind);
-  leader.host = picked(names_, ranks);
+  leader.host = picked(checks_->names(), ranks);
   return leader;
 }
 
@@ -372,10 +340,6 @@ void Hierarchy::look_around() {
   if (!leaders_) return;
   if (group_.failed()) leaders_->interrupt();
   leaders_->look();
-}
-
-std::optional<Failure> Hierarchy::failure() const {
-  return group_.failure();
 }
 
 void Hierarchy::fail(const HostFailure& failure) {

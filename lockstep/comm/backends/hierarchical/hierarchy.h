@@ -110,10 +110,10 @@ class Hierarchy {
   void receive(int host, std::byte* data, size_t bytes, Transfers& transfers) {
     leaders_->receive(host, data, bytes, transfers);
   }
-  void finish(Transfers& transfers);
+  void finish(Transfers& transfers) { leaders_->finish(transfers, timeout_); }
 
   /// Why the group is of no more use, as this host knows by now. Any thread.
-  std::optional<Failure> failure() const;
+  std::optional<Failure> failure() const { return group_.failure(); }
   /// The same, for which it waits.
   std::optional<Failure> await_failure(std::chrono::milliseconds patience) const;
   /// Gives the group up for all ranks, after what this rank failed in if it did. Any thread.
@@ -127,7 +127,6 @@ class Hierarchy {
   void give_hash(const SmallData* data);
   void await_frames(const SmallData* data);
   void tell_comparison(const SmallData* data);
-  std::string gather_calls();
   [[noreturn]] void fail(const HostFailure& failure);
   Failure cause_of(const HostFailure& failure);
   /// The leader of a host, to which this has happened, for the ranks of its host.
@@ -140,8 +139,6 @@ class Hierarchy {
   Failure how_lost(int host, const std::string& why) const;
 
   const HostLayout layout_;
-  std::vector<int> names_;  ///< The ranks' numbers in the default group.
-  const std::string group_name_;
   const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
   const std::shared_ptr<CheckContext> checks_;
   const std::function<void(const std::vector<int>&)> look_;  ///< BackendOptions::look.
@@ -164,6 +161,7 @@ class Hierarchy {
   std::chrono::milliseconds timeout_{};
   bool alike_ = true;  ///< The calls of this host.
   bool first_step_ = true;
+  int64_t differences_ = 0;    ///< Calls that differed so far.
   std::vector<Frame> frames_;  ///< By host, on a leader.
   Transfers frames_under_way_;
 };

@@ -129,10 +129,6 @@ class HostReduce {
 
  private:
   static constexpr size_t kStages = 3;
-  struct Stage {
-    std::byte* received = nullptr;  ///< From the other hosts.
-    Transfers transfers;
-  };
   struct Part {
     size_t begin, bytes;
   };
@@ -206,7 +202,7 @@ TreeNode tree_node(int host, int root, int hosts) {
 void large_broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   const HostLayout& layout = hierarchy.layout();
   const Chunks chunks = in_chunks(bytes, kLeastChunkBytes, kChunkBytes);
-  const int host = layout.host_of(root);
+  const int host = layout.host_of[static_cast<size_t>(root)];
   const bool first = layout.host == host;
   const TreeNode node = tree_node(layout.host, host, static_cast<int>(layout.hosts.size()));
   Transfers sends;
@@ -391,7 +387,7 @@ void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   if (bytes > SmallData::kMost) return large_broadcast(hierarchy, data, bytes, root);
   const HostLayout& layout = hierarchy.layout();
   const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
-  const auto host = static_cast<size_t>(layout.host_of(root));
+  const auto host = static_cast<size_t>(layout.host_of[static_cast<size_t>(root)]);
   const auto local = static_cast<size_t>(layout.local_of(root));
   hierarchy.exchange(
       {.give = [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
-#include <stdexcept>
 
 namespace lockstep::hierarchical {
 
@@ -21,6 +19,7 @@ HostLayout HostLayout::of(const std::vector<std::string>& host_keys, int rank) {
       layout.local = static_cast<int>(layout.hosts[host].size());
     }
     layout.hosts[host].push_back(other);
+    layout.host_of.push_back(static_cast<int>(host));
   }
   return layout;
 }
@@ -31,22 +30,9 @@ std::vector<int> HostLayout::leaders() const {
   return ranks;
 }
 
-size_t HostLayout::size() const {
-  return std::accumulate(hosts.begin(), hosts.end(), size_t{0},
-                         [](size_t sum, const auto& host) { return sum + host.size(); });
-}
-
-int HostLayout::host_of(int rank) const {
-  for (size_t host = 0; host < hosts.size(); ++host) {
-    if (std::binary_search(hosts[host].begin(), hosts[host].end(), rank))
-      return static_cast<int>(host);
-  }
-  throw std::out_of_range("a rank that is not of the group");
-}
-
 int HostLayout::local_of(int rank) const {
-  const auto& host = hosts[static_cast<size_t>(host_of(rank))];
-  return static_cast<int>(std::lower_bound(host.begin(), host.end(), rank) - host.begin());
+  const auto& ranks = hosts[static_cast<size_t>(host_of[static_cast<size_t>(rank)])];
+  return static_cast<int>(std::ranges::find(ranks, rank) - ranks.begin());
 }
 
 std::string backend_for(const std::vector<std::string>& host_keys) {

@@ -11,8 +11,9 @@ struct HostLayout {
   /// The group's ranks by host, ascending. Hosts are in the order of their lowest ranks. The first
   /// rank of a host is its leader.
   std::vector<std::vector<int>> hosts;
-  int host = 0;   ///< This rank's.
-  int local = 0;  ///< This rank's index within it.
+  std::vector<int> host_of;  ///< By rank.
+  int host = 0;              ///< This rank's.
+  int local = 0;             ///< This rank's index within it.
 
   /// `host_keys[r]`: of rank r; equal where ranks can share memory.
   static HostLayout of(const std::vector<std::string>& host_keys, int rank);
@@ -25,9 +26,7 @@ struct HostLayout {
   }
   std::vector<int> leaders() const;
   /// Ranks of all hosts.
-  size_t size() const;
-  /// The host of a rank.
-  int host_of(int rank) const;
+  size_t size() const { return host_of.size(); }
   /// The index of a rank within its host.
   int local_of(int rank) const;
 };

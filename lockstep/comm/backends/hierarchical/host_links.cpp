@@ -16,7 +16,6 @@
 #include "lockstep/base/socket.h"
 #include "lockstep/base/socket_meeting.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::hierarchical {
 namespace {
@@ -32,10 +31,6 @@ constexpr const char* kReachEachOther =
     "network "
     "interface";
 
-std::string key_of(int host) {
-  return std::to_string(host);
-}
-
 }  // namespace
 
 // Nobody waits for one who waits for it: all listen before they tell where, and a connection stands
@@ -44,32 +39,24 @@ HostLinks::HostLinks(Options options)
     : options_(std::move(options)),
       connections_(options_.names.size()),
       received_(options_.names.size()) {
+  const auto told = [&](const std::string& key) {
+    options_.store->wait({key}, options_.timeout);
+    return options_.store->get_to_str(key);
+  };
   if (options_.host == 0) options_.store->set(kSecret, random_hex(16));
   SocketMeeting meeting({.self = options_.host,
                          .names = options_.names,
-                         .key = told_by(0, kSecret),
+                         .key = told(kSecret),
                          .hint = kReachEachOther});
-  options_.store->set(key_of(options_.host), meeting.listen(options_.address));
+  options_.store->set(std::to_string(options_.host), meeting.listen(options_.address));
   std::vector<std::string> addresses;
-  for (int host = 0; host < options_.host; ++host) addresses.push_back(told_by(host, key_of(host)));
+  for (int host = 0; host < options_.host; ++host) addresses.push_back(told(std::to_string(host)));
   auto peers = meeting.connect(addresses, options_.timeout, options_.look);
   for (size_t host = 0; host < peers.size(); ++host) {
     if (!peers[host].connection) continue;
     connections_[host].take(std::move(peers[host].connection));
     limit_silence_of(connections_[host].get(), options_.timeout);
   }
-}
-
-std::string HostLinks::told_by(int host, const std::string& key) const {
-  try {
-    options_.store->wait({key}, options_.timeout);
-  } catch (const std::exception&) {
-    if (failure_kind(std::current_exception()) != FailureKind::timeout) throw;
-    throw TimeoutError(options_.names[static_cast<size_t>(host)] + " did not come within " +
-                           seconds_text(options_.timeout) + ": it has told no address",
-                       kReachEachOther);
-  }
-  return options_.store->get_to_str(key);
 }
 
 void HostLinks::tell(char kind, const std::string& text) noexcept {

@@ -42,8 +42,8 @@ class HostLinks {
     std::function<void()> tick;  ///< Five times a second.
   };
 
-  /// Blocks until all leaders have come. Throws TimeoutError naming one that did not, CommError,
-  /// the errors of the store and of `look`.
+  /// Blocks until all leaders have come. Throws TimeoutError naming one that did not connect,
+  /// CommError, the errors of the store and of `look`.
   explicit HostLinks(Options options);
   /// Without `close` the others take it for a loss.
   ~HostLinks() { end(); }
@@ -62,8 +62,6 @@ class HostLinks {
 
  private:
   static constexpr size_t kMostBytes = 2'000;
-  /// What a host has told under a key of the store.
-  std::string told_by(int host, const std::string& key) const;
   void tell(char kind, const std::string& text) noexcept;
   void receive(size_t host);
   bool take_words(size_t host);
