@@ -22,6 +22,8 @@
 namespace lockstep {
 namespace {
 
+using nlohmann::json;
+
 constexpr std::chrono::milliseconds kAbortPatience{300};
 constexpr std::chrono::milliseconds kFormingPatience{5000};
 
@@ -47,6 +49,9 @@ std::vector<int> missing_ranks(GroupContext& context, const std::string& name,
 constexpr const char* kDidTheyStart =
     "did every rank start, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE? A rank that "
     "failed has said why above";
+constexpr const char* kDoTheyReachEachOther =
+    "the hosts must reach each other: GLOO_SOCKET_IFNAME, or the option `interface`, names the "
+    "network interface; else a firewall drops what is sent";
 constexpr const char* kAllCallNewGroup =
     "every rank of the job calls new_group, also those that are not of the group. Where only its "
     "members call, pass use_local_synchronization";
@@ -60,7 +65,8 @@ constexpr const char* kAllCallNewGroup =
   const FailureKind kind = failure_kind(error);
   std::vector<int> missing;
   try {
-    if (is_lost(kind)) watch.throw_if_lost(watch.others());
+    // Gloo does not see who ends while it connects.
+    if (is_lost(kind) || kind == FailureKind::timeout) watch.throw_if_lost(watch.others());
     missing = missing_ranks(context, name, global_ranks, backend_store);
   } catch (const PeerLostError& lost) {
     watch.throw_if_found();
@@ -71,7 +77,8 @@ constexpr const char* kAllCallNewGroup =
   }
   if (kind == FailureKind::connection) throw PeerLostError(reason);
   if (!missing.empty()) throw_late(what + ": ", missing, context.timeout, kDidTheyStart);
-  if (kind == FailureKind::timeout || kind == FailureKind::silence) throw TimeoutError(reason);
+  if (kind == FailureKind::timeout || kind == FailureKind::silence)
+    throw TimeoutError(reason, kDoTheyReachEachOther);
   throw CommError(reason);
 }
 
@@ -140,38 +147,18 @@ std::string asked_key(const std::string& group, int rank) {
   return "new_group/" + group + "/" + std::to_string(rank);
 }
 
-/// What one rank asked for: "[2,[0,3],\"gloo\"]". A list is in ascending order.
-struct AskedGroup {
-  int rank = -1;
-  std::vector<int> ranks;
-  std::string backend;
-
-  std::string encoded() const { return nlohmann::json::array({rank, ranks, backend}).dump(); }
-  static AskedGroup decode(const std::string& text) {
-    const auto fields = nlohmann::json::parse(text);
-    return {fields.at(0), fields.at(1), fields.at(2)};
-  }
-  bool agrees(const AskedGroup& other) const {
-    return ranks == other.ranks && backend == other.backend;
-  }
-};
-
-[[noreturn]] void throw_other_group(const AskedGroup& mine, const AskedGroup& other,
-                                    const std::string& name) {
-  const auto said = [](const AskedGroup& asked) {
-    return "rank " + std::to_string(asked.rank) + " gave the ranks " +
-           nlohmann::json(asked.ranks).dump() + " and the backend " + asked.backend;
+/// `mine`, `other`: what one rank asked for, as agree_on_group writes it.
+[[noreturn]] void throw_other_group(const json& mine, const json& other, const std::string& name) {
+  const auto said = [](const json& asked) {
+    return "rank " + asked["rank"].dump() + " gave the ranks " + asked["ranks"].dump() +
+           " and the backend " + asked["backend"].get<std::string>();
   };
   Failure failure{.kind = Failure::Kind::mismatch};
-  for (const auto* asked : {&mine, &other})
+  for (const json& asked : {mine, other})
     failure.ranks.push_back(
-        {.number = asked->rank, .kind = failure.kind, .asked_group = asked->ranks});
+        {.number = asked["rank"], .kind = failure.kind, .asked_group = asked["ranks"]});
   throw MismatchError("new_group, group '" + name + "': " + said(mine) + ", but " + said(other),
                       kAllCallNewGroup, failure);
-}
-
-c10d::ProcessGroup::BackendType backend_type(const std::string& name) {
-  return c10d::ProcessGroup::strToBackendType(name);
 }
 
 // Lets a backend go on a thread of its own: Gloo's destructor waits for what is in flight, which on
@@ -252,19 +239,16 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
     throw;
   } catch (const std::exception&) {
     watch->throw_if_found();
-    // Gloo does not see who ends while it connects.
-    if (failure_kind(std::current_exception()) == FailureKind::timeout)
-      watch->throw_if_lost(watch->others());
     Store view = wrap_store(backend_store);
     throw_forming(*this->context, this->name, this->global_ranks, view, *watch,
                   std::current_exception());
   }
   native_ = c10::make_intrusive<c10d::ProcessGroup>(group_store, rank, size);
-  native_->setDefaultBackend(backend_type(backend_name));
+  const auto type = c10d::ProcessGroup::strToBackendType(backend_name);
+  native_->setDefaultBackend(type);
   if (device_.is_cuda()) native_->setBoundDeviceId(device_);
-  native_->setBackend(device_.type(), backend_type(backend_name), backend_);
-  if (backend_info(backend_name).traits.takes_cuda)
-    native_->setBackend(c10::kCUDA, backend_type(backend_name), backend_);
+  native_->setBackend(device_.type(), type, backend_);
+  if (backend_info(backend_name).traits.takes_cuda) native_->setBackend(c10::kCUDA, type, backend_);
   native_->setGroupName(this->name);
   if (traits_.connects_one_by_one) this->context->own_store.set(formed_key(this->name, rank), "1");
 }
@@ -331,21 +315,21 @@ void ProcessGroup::Impl::await_formed_by_all() {
 
 void agree_on_group(const std::shared_ptr<GroupContext>& context, const std::string& name,
                     const std::vector<int>& ranks, const std::string& backend) {
-  const AskedGroup mine{context->rank, ranks, backend};
+  const json mine{{"rank", context->rank}, {"ranks", ranks}, {"backend", backend}};
   const std::string first_key = "new_group/" + name + "/first";
   const std::string other_key = "new_group/" + name + "/other";
   Store store = context->own_store;
-  const auto first = AskedGroup::decode(store.compare_set(first_key, "", mine.encoded()));
+  const json first = json::parse(store.compare_set(first_key, "", mine.dump()));
+  const bool agrees = mine["ranks"] == first["ranks"] && mine["backend"] == first["backend"];
   // Before this rank has come: who has seen all come sees it.
-  if (!mine.agrees(first)) store.set(other_key, mine.encoded());
+  if (!agrees) store.set(other_key, mine.dump());
   store.set(asked_key(name, context->rank), "1");
-  if (!mine.agrees(first)) throw_other_group(mine, first, name);
+  if (!agrees) throw_other_group(mine, first, name);
   if (!std::ranges::binary_search(ranks, context->rank)) return;
   std::vector<int> everyone(static_cast<size_t>(context->world_size));
   std::iota(everyone.begin(), everyone.end(), 0);
   await_ranks(context, name, everyone, asked_key, kAllCallNewGroup);
-  if (store.check({other_key}))
-    throw_other_group(mine, AskedGroup::decode(store.get(other_key)), name);
+  if (store.check({other_key})) throw_other_group(mine, json::parse(store.get(other_key)), name);
 }
 
 std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContext>& context,

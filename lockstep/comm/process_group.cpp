@@ -85,16 +85,11 @@ void check_received(const Impl& impl, Operation operation, const at::Tensor& ten
   if (tensor.layout() == at::kStrided) backends::expect_own_elements(operation, tensor);
 }
 
-/// Some backends tell of the end of these only to who waits for it: Gloo of messages and of a
-/// reduce_scatter.
-enum class Tells { everyone, waiters };
-
-/// The handle of what `call` begins.
+/// The handle of what `call` begins. `p2p`: as Impl::make_work, also of a reduce_scatter, whose end
+/// Gloo tells only to who waits, too.
 template <class Call>
-Work started(const Impl& impl, Tensors outputs, Tensors kept_alive, Call call,
-             Tells tells = Tells::everyone) {
-  return impl.make_work(translated(call), std::move(outputs), std::move(kept_alive),
-                        tells == Tells::waiters);
+Work started(const Impl& impl, Tensors outputs, Tensors kept_alive, Call call, bool p2p = false) {
+  return impl.make_work(translated(call), std::move(outputs), std::move(kept_alive), p2p);
 }
 
 /// The same memory without a gradient: LibTorch's Gloo copies into results, on a thread of its own.
@@ -153,7 +148,7 @@ Work ProcessGroup::isend(const at::Tensor& tensor, int dst, int tag) const {
   check_message(impl, Operation::send, tensor);
   Tensors tensors{tensor};
   return started(
-      impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, Tells::waiters);
+      impl, {}, tensors, [&] { return impl.backend().send(tensors, dst, tag); }, /*p2p=*/true);
 }
 
 Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
@@ -162,18 +157,16 @@ Work ProcessGroup::irecv(at::Tensor& tensor, int src, int tag) const {
   check_received(impl, Operation::recv, tensor);
   Tensors tensors{without_grad(tensor)};
   return started(
-      impl, {tensor}, {}, [&] { return impl.backend().recv(tensors, src, tag); }, Tells::waiters);
+      impl, {tensor}, {}, [&] { return impl.backend().recv(tensors, src, tag); }, /*p2p=*/true);
 }
 
 int ProcessGroup::recv_any(at::Tensor& tensor, int tag) const {
   auto& impl = checked(impl_);
   check_received(impl, Operation::recv_any, tensor);
   Tensors tensors{without_grad(tensor)};
-  const Work work = started(
-      impl, {tensor}, {}, [&] { return impl.backend().recvAnysource(tensors, tag); },
-      Tells::waiters);
-  work.wait();
-  return work.source_rank();
+  const auto work = translated([&] { return impl.backend().recvAnysource(tensors, tag); });
+  impl.make_work(work, {}, {}, /*p2p=*/true).wait();
+  return translated([&] { return work->sourceRank(); });
 }
 
 namespace {
@@ -305,7 +298,7 @@ Work ProcessGroup::reduce_scatter_async(at::Tensor& output, const Tensors& input
   std::vector<Tensors> lists{inputs};
   return started(
       impl, {output}, inputs,
-      [&] { return impl.backend().reduce_scatter(outputs, lists, options); }, Tells::waiters);
+      [&] { return impl.backend().reduce_scatter(outputs, lists, options); }, /*p2p=*/true);
 }
 
 Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Tensor& input,
@@ -318,7 +311,7 @@ Work ProcessGroup::reduce_scatter_tensor_async(at::Tensor& output, const at::Ten
   at::Tensor result = without_grad(output);
   return started(
       impl, {output}, {input},
-      [&] { return impl.backend()._reduce_scatter_base(result, given, options); }, Tells::waiters);
+      [&] { return impl.backend()._reduce_scatter_base(result, given, options); }, /*p2p=*/true);
 }
 
 Work ProcessGroup::all_to_all_async(Tensors& outputs, const Tensors& inputs) const {

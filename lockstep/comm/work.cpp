@@ -61,11 +61,6 @@ void WaiterPool::start(std::function<void()> wait, std::function<void()> abort) 
   waiters_.push_back(std::move(waiter));
 }
 
-bool WaiterPool::is_closed() {
-  const std::lock_guard lock(mutex_);
-  return closed_;
-}
-
 void WaiterPool::close() noexcept {
   std::vector<std::unique_ptr<Waiter>> waiters;
   {
@@ -101,10 +96,6 @@ void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
   const auto is_done = [this] { return done_; };
   if (timeout) {
     // Not by the backend's own time-out, which ends more than this wait: Gloo breaks the group.
-    if (!done_ && !claimed_ && pool_is_closed()) {
-      lock.unlock();
-      return wait(std::nullopt);  // Whatever was under way has ended.
-    }
     if (!done_) start_waiter();
     if (!done_changed_.wait_for(lock, *timeout, is_done)) throw_short_wait(*timeout);
   } else if (!claimed_) {
@@ -116,11 +107,6 @@ void WorkState::wait(std::optional<std::chrono::milliseconds> timeout) {
     done_changed_.wait(lock, is_done);
   }
   if (error_) std::rethrow_exception(error_);
-}
-
-bool WorkState::pool_is_closed() const {
-  const auto pool = pool_.lock();
-  return !pool || pool->is_closed();
 }
 
 void WorkState::throw_short_wait(std::chrono::milliseconds timeout) const {
@@ -195,11 +181,6 @@ void WorkState::then(std::function<void(std::exception_ptr)> callback) {
   callbacks_.push_back(std::move(callback));
 }
 
-int WorkState::source_rank() const {
-  if (!work_) throw UsageError("source_rank: this operation receives nothing");
-  return translated([&] { return work_->sourceRank(); });
-}
-
 }  // namespace detail
 
 detail::WorkState& Work::state() const {
@@ -222,10 +203,6 @@ void Work::then(std::function<void(std::exception_ptr)> callback) const {
 
 std::vector<at::Tensor> Work::result() const {
   return state().outputs();
-}
-
-int Work::source_rank() const {
-  return state().source_rank();
 }
 
 }  // namespace lockstep

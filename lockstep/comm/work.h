@@ -37,8 +37,6 @@ class Work {
   void then(std::function<void(std::exception_ptr)> callback) const;
   /// The operation's output tensors. Call after `wait`.
   std::vector<at::Tensor> result() const;
-  /// The sender's rank; for a receive from any rank, after `wait`.
-  int source_rank() const;
 
   explicit operator bool() const { return state_ != nullptr; }
 

@@ -29,7 +29,6 @@ class WaiterPool {
   ~WaiterPool();
   /// Runs `wait` on a thread of its own. `abort` makes it return early.
   void start(std::function<void()> wait, std::function<void()> abort);
-  bool is_closed();
   /// Aborts what is pending and joins.
   void close() noexcept;
 
@@ -53,11 +52,9 @@ class WorkState : public std::enable_shared_from_this<WorkState> {
   bool is_completed();
   void then(std::function<void(std::exception_ptr)> callback);
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
-  int source_rank() const;
 
  private:
   void run_wait();
-  bool pool_is_closed() const;
   [[noreturn]] void throw_short_wait(std::chrono::milliseconds timeout) const;
   void finish(std::exception_ptr error);
   void start_waiter();

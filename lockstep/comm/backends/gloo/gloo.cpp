@@ -1,22 +1,14 @@
 #include "lockstep/comm/backends/gloo/gloo.h"
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <netinet/in.h>
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <cstring>
-#include <optional>
-
+#include <array>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/socket.h"
-#include "lockstep/base/text.h"
-#include "lockstep/comm/backends/gloo/gloo_dtypes.h"
-#include "lockstep/comm/backends/gloo/own_messages.h"
 #include "lockstep/comm/checks/call_signature.h"
-#include "lockstep/comm/checks/failure_kind.h"
 
 namespace lockstep::gloo {
 namespace {
@@ -24,20 +16,79 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using TensorLists = std::vector<Tensors>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using Op = c10d::ReduceOp;
+
+bool knows(at::ScalarType dtype) {
+  constexpr std::array kKnown{at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kChar,
+                              at::kByte,  at::kBool,   at::kInt,  at::kLong};
+  return std::ranges::find(kKnown, dtype) != kKnown.end();
+}
+
+/// The same memory as elements that Gloo moves: it knows nine dtypes only.
+at::Tensor movable(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || knows(tensor.scalar_type()))
+    return tensor;
+  const at::AutoDispatchBelowADInplaceOrView outside_autograd;
+  switch (tensor.element_size()) {
+    case 1:
+      return tensor.view(at::kByte);
+    case 2:
+      return tensor.view(at::kHalf);
+    case 4:
+      return tensor.view(at::kInt);
+    case 8:
+      return tensor.view(at::kLong);
+    default:
+      return tensor.is_complex() ? at::view_as_real(tensor) : tensor;
+  }
+}
+
+template <class Each>
+std::vector<Each> movable(const std::vector<Each>& list) {
+  std::vector<Each> all;
+  for (const auto& one : list) all.push_back(movable(one));
+  return all;
+}
+
+/// What to do about it; empty where Gloo has the reduction.
+std::string remedy(at::ScalarType dtype, Op::RedOpType op) {
+  const bool bitwise = op >= Op::BAND && op <= Op::BXOR;
+  if (op == Op::PREMUL_SUM) return "scale the tensor before and use sum";
+  if (at::isComplexType(dtype))
+    return op == Op::SUM || op == Op::AVG ? "" : "complex numbers have sum and avg only";
+  if (!knows(dtype)) return "convert the tensor first, for instance to float32 or int64";
+  const bool fractions = at::isFloatingType(dtype);
+  if (bitwise && fractions) return "bitwise reductions are for integers and bool";
+  if (op == Op::AVG && !fractions) return "use sum and divide, or convert the tensor to float32";
+  return {};
+}
+
+/// The reduction by which Gloo does what was asked for: of bool a sum is "or" and a product "and",
+/// as with the other backends. Throws UsageError for what Gloo does not have of this dtype.
+/// `rank`: this one's number in the default group.
+Op reduction_of(int rank, Operation operation, const Op& op, const at::Tensor& tensor) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  if (const std::string hint = remedy(dtype, op.op_); !hint.empty()) {
+    const CallSignature call{operation, op.op_, -1, 0, {signature_of(tensor)}, {}, {}, {}};
+    throw UsageError("rank " + std::to_string(rank) + ": " + describe(call, {}) +
+                         ": gloo does not have this reduction of this dtype",
+                     hint);
+  }
+  if (dtype != at::kBool) return op;
+  return op.op_ == Op::SUM ? Op(Op::MAX) : op.op_ == Op::PRODUCT ? Op(Op::MIN) : op;
+}
 
 std::shared_ptr<::gloo::transport::Device> make_device(const BackendOptions& options) {
   using Gloo = c10d::ProcessGroupGloo;
   try {
     if (!options.interface.empty()) return Gloo::createDeviceForInterface(options.interface);
     return Gloo::createDeviceForHostname(options.address);
-  } catch (const std::exception& error) {
-    if (!options.interface.empty()) {
-      throw UsageError("gloo: no usable network interface '" + options.interface + "'",
-                       "`ip -brief address` lists them; set GLOO_SOCKET_IFNAME or the option "
-                       "`interface` to one, or leave both unset");
-    }
-    throw CommError("gloo: cannot use the address " + options.address + " of this host",
-                    "set GLOO_SOCKET_IFNAME to the interface that reaches the other hosts");
+  } catch (const std::exception&) {
+    throw UsageError("gloo: no usable " + (options.interface.empty()
+                                               ? "address " + options.address
+                                               : "network interface '" + options.interface + "'"),
+                     "set GLOO_SOCKET_IFNAME, or the option `interface`, to the interface that "
+                     "reaches the other hosts; `ip -brief address` lists them");
   }
 }
 
@@ -136,18 +187,16 @@ class Gloo final : public c10d::ProcessGroupGloo {
     return ProcessGroupGloo::alltoall(results, given, options);
   }
 
-  // Gloo has no connection from a rank to itself.
   WorkPtr send(Tensors& tensors, int dst, int tag) override {
-    if (dst != getRank() || tensors.size() != 1) return ProcessGroupGloo::send(tensors, dst, tag);
-    return own_messages_.send(tensors[0], tag);
+    expect_another(Operation::send, dst);
+    return ProcessGroupGloo::send(tensors, dst, tag);
   }
   WorkPtr recv(Tensors& tensors, int src, int tag) override {
-    if (src != getRank() || tensors.size() != 1) return ProcessGroupGloo::recv(tensors, src, tag);
-    return own_messages_.recv(tensors[0], tag);
+    expect_another(Operation::recv, src);
+    return ProcessGroupGloo::recv(tensors, src, tag);
   }
   // Gloo refuses to receive an empty tensor from any rank.
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
-    if (tensors.size() == 1 && own_messages_.has_sent(tag)) return recv(tensors, getRank(), tag);
     if (tensors.size() != 1 || tensors[0].numel() > 0)
       return ProcessGroupGloo::recvAnysource(tensors, tag);
     Tensors unread{at::empty({1}, tensors[0].options())};
@@ -166,68 +215,17 @@ class Gloo final : public c10d::ProcessGroupGloo {
       options.reduceOp = reduction_of(name_, operation, options.reduceOp, tensor);
     return options;
   }
+  /// Gloo has no connection from a rank to itself.
+  void expect_another(Operation operation, int rank) const {
+    if (rank != getRank()) return;
+    throw UsageError("rank " + std::to_string(name_) + ": " +
+                         std::string(operation_name(operation)) +
+                         ": gloo has no messages of a rank to itself",
+                     "copy the tensor");
+  }
 
   const int name_ = name();  ///< This rank's number in the default group.
-  OwnMessages own_messages_{getRank()};
 };
-
-uint16_t port_of(const sockaddr_storage& address) {
-  sockaddr_in in{};  // Of both families the port stands at one place.
-  static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
-  std::memcpy(&in, &address, sizeof(in));
-  return ntohs(in.sin_port);
-}
-
-/// Where another rank listens, as its Gloo has told the others: its host's name and an address,
-/// each behind its size. None where it has not, or has told otherwise.
-std::optional<sockaddr_storage> place_of(const BackendOptions& options, int rank) {
-  const std::string key = "0/" + std::to_string(rank);
-  if (!options.store->check({key})) return std::nullopt;
-  const std::string told = options.store->get_to_str(key);
-  uint64_t name = 0;
-  sockaddr_storage address{};
-  if (told.size() < sizeof(name)) return std::nullopt;
-  std::memcpy(&name, told.data(), sizeof(name));
-  const size_t at = sizeof(name) + std::min<uint64_t>(name, told.size()) + sizeof(uint64_t);
-  if (told.size() < at + sizeof(address)) return std::nullopt;
-  std::memcpy(&address, told.data() + at, sizeof(address));
-  const bool known = address.ss_family == AF_INET || address.ss_family == AF_INET6;
-  return known ? std::optional(address) : std::nullopt;
-}
-
-/// After Gloo has found no connection in time: throws TimeoutError naming the ranks that have told
-/// where they listen, and from where nothing answers.
-void expect_peers(const BackendOptions& options) {
-  constexpr std::chrono::milliseconds kEach{500}, kAll{2000};
-  const auto names = names_or_numbers(options.global_ranks, options.size);
-  const auto end = std::chrono::steady_clock::now() + kAll;
-  Failure failure{.kind = Failure::Kind::late, .waited_ms = options.timeout.count()};
-  std::vector<std::string> silent;
-  for (int rank = 0; rank < options.size && std::chrono::steady_clock::now() < end; ++rank) {
-    const auto place = rank == options.rank ? std::nullopt : place_of(options, rank);
-    if (!place) continue;
-    const std::string host = numeric_text(*place);
-    const uint16_t port = port_of(*place);
-    try {
-      connect_to(host, port, kEach);
-    } catch (const TimeoutError&) {
-      const int name = names[static_cast<size_t>(rank)];
-      silent.push_back("rank " + std::to_string(name) + " at " + endpoint_text(host, port));
-      failure.ranks.push_back({name, failure.kind});
-    } catch (const CommError&) {
-      // It answers: it has given up, too.
-    }
-  }
-  if (silent.empty()) return;
-  throw TimeoutError("rank " + std::to_string(names[static_cast<size_t>(options.rank)]) +
-                         ": forming the group '" + options.group_name + "' over gloo: within " +
-                         seconds_text(options.timeout) + " nothing answers from " +
-                         join(silent, ", "),
-                     "the hosts must reach each other at these addresses: GLOO_SOCKET_IFNAME, or "
-                     "the option `interface`, names the network interface; else a firewall drops "
-                     "what is sent",
-                     failure);
-}
 
 }  // namespace
 
@@ -245,14 +243,9 @@ MadeBackend make(const BackendOptions& options) {
   gloo->devices.push_back(make_device(options));
   gloo->group_name = options.group_name;
   gloo->global_ranks_in_group.assign(options.global_ranks.begin(), options.global_ranks.end());
-  try {
-    auto backend = c10::make_intrusive<Gloo>(options.store, options.rank, options.size, gloo);
-    backend->setTimeout(options.timeout);
-    return {std::move(backend), kTraits};
-  } catch (const std::exception&) {
-    if (failure_kind(std::current_exception()) == FailureKind::timeout) expect_peers(options);
-    throw;
-  }
+  auto backend = c10::make_intrusive<Gloo>(options.store, options.rank, options.size, gloo);
+  backend->setTimeout(options.timeout);
+  return {std::move(backend), kTraits};
 }
 
 }  // namespace lockstep::gloo
