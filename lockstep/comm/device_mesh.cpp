@@ -1,9 +1,10 @@
 #include "lockstep/comm/device_mesh.h"
 
 #include <algorithm>
-#include <cctype>
 #include <cstdint>
 #include <optional>
+#include <regex>
+#include <set>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -15,32 +16,20 @@ namespace {
 
 constexpr int kRest = -1;
 
-std::vector<std::string> names_of(const std::vector<MeshDimension>& dimensions) {
-  std::vector<std::string> names;
-  for (const MeshDimension& dimension : dimensions) names.push_back(dimension.name);
-  return names;
-}
-
-bool is_name(const std::string& text) {
-  return !text.empty() && std::all_of(text.begin(), text.end(),
-                                      [](unsigned char c) { return std::isalnum(c) || c == '_'; });
-}
-
 MeshDimension parse_dimension(const std::string& text, const std::string& whole) {
-  const size_t equals = text.find('=');
-  const std::string number = equals == std::string::npos ? std::string() : text.substr(equals + 1);
-  const auto size = parse_int(number);
-  MeshDimension dimension{text.substr(0, equals), 0};
-  if (!is_name(dimension.name) || !size) {
+  static const std::regex form(R"((\w+)=(-?\d{1,9}))");
+  std::smatch parts;
+  if (!std::regex_match(text, parts, form)) {
     throw UsageError("mesh '" + whole + "': '" + text + "' is not of the form NAME=SIZE",
                      "give each dimension a name and a size: dp=2,pp=2");
   }
-  if (*size != kRest && (*size < 1 || *size > 1'000'000)) {
-    throw UsageError("mesh '" + whole + "': dimension " + dimension.name + " has size " + number,
-                     "a size is 1 or more, or -1 for what the other dimensions leave");
+  const int size = std::stoi(parts[2]);
+  if (size != kRest && (size < 1 || size > 1'000'000)) {
+    throw UsageError(
+        "mesh '" + whole + "': dimension " + parts[1].str() + " has size " + std::to_string(size),
+        "a size is 1 or more, or -1 for what the other dimensions leave");
   }
-  dimension.size = static_cast<int>(*size);
-  return dimension;
+  return {parts[1], size};
 }
 
 /// The product of the sizes that are given.
@@ -53,13 +42,10 @@ int64_t product_of(const std::vector<MeshDimension>& dimensions) {
 }
 
 void check_names(const std::vector<MeshDimension>& dimensions, const std::string& text) {
-  std::vector<std::string> seen;
-  for (const MeshDimension& dimension : dimensions) {
-    if (std::find(seen.begin(), seen.end(), dimension.name) != seen.end()) {
+  std::set<std::string> seen;
+  for (const MeshDimension& dimension : dimensions)
+    if (!seen.insert(dimension.name).second)
       throw UsageError("mesh '" + text + "': dimension " + dimension.name + " comes twice");
-    }
-    seen.push_back(dimension.name);
-  }
 }
 
 void check_product(const std::vector<MeshDimension>& dimensions, int ranks,
@@ -107,7 +93,6 @@ std::string mesh_text(const std::vector<MeshDimension>& dimensions) {
 
 DeviceMesh::DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dimensions)
     : dimensions_(std::move(dimensions)), coordinate_(dimensions_.size()) {
-  if (!group) throw UsageError("DeviceMesh: the process group is null");
   if (dimensions_.empty()) throw UsageError("DeviceMesh: a mesh needs at least one dimension");
   check_names(dimensions_, text());
   for (const MeshDimension& dimension : dimensions_) {
@@ -117,7 +102,6 @@ DeviceMesh::DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dim
           "a size is 1 or more; init_device_mesh takes -1 for what others leave");
   }
   check_product(dimensions_, group.size(), text());
-  for (int rank = 0; rank < group.size(); ++rank) ranks_.push_back(rank);
   int rest = group.rank();
   for (size_t i = dimensions_.size(); i-- > 0;) {
     coordinate_[i] = rest % dimensions_[i].size;
@@ -133,15 +117,16 @@ DeviceMesh::DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dim
 }
 
 size_t DeviceMesh::index_of(const std::string& dimension) const {
-  for (size_t i = 0; i < dimensions_.size(); ++i) {
-    if (dimensions_[i].name == dimension) return i;
+  std::vector<std::string> names;
+  for (const MeshDimension& one : dimensions_) {
+    if (one.name == dimension) return names.size();
+    names.push_back(one.name);
   }
-  throw UsageError("mesh '" + text() +
-                   "': " + unknown_word("dimension", dimension, names_of(dimensions_)));
+  throw UsageError("mesh '" + text() + "': " + unknown_word("dimension", dimension, names));
 }
 
 int DeviceMesh::size() const {
-  return static_cast<int>(ranks_.size());
+  return dimensions_.empty() ? 0 : static_cast<int>(product_of(dimensions_));
 }
 
 int DeviceMesh::size(const std::string& dimension) const {
@@ -149,8 +134,7 @@ int DeviceMesh::size(const std::string& dimension) const {
 }
 
 bool DeviceMesh::has(const std::string& dimension) const {
-  const auto is_it = [&](const MeshDimension& one) { return one.name == dimension; };
-  return std::any_of(dimensions_.begin(), dimensions_.end(), is_it);
+  return std::ranges::any_of(dimensions_, [&](const auto& one) { return one.name == dimension; });
 }
 
 int DeviceMesh::get_local_rank(const std::string& dimension) const {
@@ -165,44 +149,10 @@ const ProcessGroup& DeviceMesh::get_group() const {
   if (dimensions_.size() == 1) return groups_.front();
   throw UsageError(
       "mesh '" + text() + "' has " + counted(ndim(), "dimension") + ", and so several groups",
-      "name one: get_group(\"" +
-          (dimensions_.empty() ? std::string("dp") : dimensions_.back().name) + "\")");
-}
-
-DeviceMesh DeviceMesh::slice(const std::vector<std::string>& names) const {
-  std::vector<size_t> kept;
-  for (const std::string& name : names) {
-    kept.push_back(index_of(name));
-    if (kept.size() > 1 && kept[kept.size() - 2] >= kept.back()) {
-      throw UsageError("mesh '" + text() + "': a slice of " + join(names, ", ") +
-                           " changes the order of the dimensions",
-                       "name each dimension once, in the order of the mesh");
-    }
-  }
-  if (kept.empty()) throw UsageError("mesh '" + text() + "': a slice names at least one dimension");
-  DeviceMesh part;
-  for (const size_t i : kept) {
-    part.dimensions_.push_back(dimensions_[i]);
-    part.coordinate_.push_back(coordinate_[i]);
-    part.groups_.push_back(groups_[i]);
-  }
-  // Row by row: a rank stays when it stands where this one does in all other dimensions.
-  for (size_t at = 0; at < ranks_.size(); ++at) {
-    size_t rest = at;
-    bool stays = true;
-    for (size_t i = dimensions_.size(); i-- > 0;) {
-      const auto place = static_cast<int>(rest % static_cast<size_t>(dimensions_[i].size));
-      rest /= static_cast<size_t>(dimensions_[i].size);
-      const bool is_kept = std::find(kept.begin(), kept.end(), i) != kept.end();
-      stays = stays && (is_kept || place == coordinate_[i]);
-    }
-    if (stays) part.ranks_.push_back(ranks_[at]);
-  }
-  return part;
+      "name one: get_group(\"dp\")");
 }
 
 DeviceMesh init_device_mesh(const ProcessGroup& group, const std::string& text) {
-  if (!group) throw UsageError("init_device_mesh: the process group is null");
   return DeviceMesh(group, parse_mesh(text, group.size()));
 }
 

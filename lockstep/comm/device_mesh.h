@@ -53,19 +53,11 @@ class DeviceMesh {
   /// The same for a mesh of one dimension. Throws UsageError for others.
   const ProcessGroup& get_group() const;
 
-  /// The ranks of the group that this mesh was made of, row by row.
-  const std::vector<int>& ranks() const { return ranks_; }
-  /// The mesh of these dimensions, in the order of this mesh, through this rank:
-  /// mesh.slice({"pp"}). Not a collective. Throws UsageError for unknown names and for another
-  /// order.
-  DeviceMesh slice(const std::vector<std::string>& names) const;
-
  private:
   size_t index_of(const std::string& dimension) const;
 
   std::vector<MeshDimension> dimensions_;
   std::vector<int> coordinate_;
-  std::vector<int> ranks_;
   std::vector<ProcessGroup> groups_;  ///< One for each dimension.
 };
 

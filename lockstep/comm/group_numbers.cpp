@@ -17,8 +17,13 @@ namespace {
 
 using Kind = NumberReference::Kind;
 
-/// A number on the wire: as it lies in memory, at the front of 16 bytes, which hold a long double.
-constexpr int64_t kLane = 16;
+/// A number on the wire, and what the ranks must agree on.
+struct Lane {
+  uint64_t bits = 0;  ///< The number as it lies in memory, at the front.
+  uint64_t type = 0;
+  uint64_t op = 0;
+};
+static_assert(std::endian::native == std::endian::little, "numbers lie at the front of their bits");
 
 std::string op_name(ReduceOp op) {
   return reduction_name(static_cast<int>(op));  // c10d numbers them in the same order.
@@ -28,24 +33,16 @@ bool is_bitwise(ReduceOp op) {
   return op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
 }
 
-std::string type_name(Kind kind, int bytes) {
-  switch (kind) {
-    case Kind::boolean:
-      return "bool";
-    case Kind::signed_integer:
-      return "int" + std::to_string(8 * bytes);
-    case Kind::unsigned_integer:
-      return "uint" + std::to_string(8 * bytes);
-    case Kind::floating:
-      return bytes == sizeof(float) ? "float" : bytes == sizeof(double) ? "double" : "long double";
-  }
-  return "?";
+std::string type_name(const NumberReference& number) {
+  constexpr const char* kNames[]{"bool", "int", "uint", "float"};
+  const std::string name = kNames[static_cast<size_t>(number.kind())];
+  return number.kind() == Kind::boolean ? name : name + std::to_string(8 * number.bytes());
 }
 
 void check(const NumberReference& number, size_t index, ReduceOp op) {
   const auto refuse = [&](const std::string& remedy) {
     throw UsageError("all_reduce_values: argument " + std::to_string(index + 1) + " is a " +
-                         type_name(number.kind(), number.bytes()) + ", which has no " + op_name(op),
+                         type_name(number) + ", which has no " + op_name(op),
                      remedy);
   };
   if (op < ReduceOp::sum || op > ReduceOp::bxor) throw UsageError("an unknown reduction");
@@ -57,39 +54,36 @@ void check(const NumberReference& number, size_t index, ReduceOp op) {
   if (number.kind() == Kind::floating && is_bitwise(op)) refuse("reduce whole numbers so");
 }
 
-/// What the ranks must agree on, for the first lane.
-struct Header {
-  uint64_t types = 14695981039346656037ULL;  ///< FNV-1a of all kinds and sizes.
-  uint64_t op = 0;
-
-  Header(std::span<const NumberReference> numbers, ReduceOp reduction)
-      : op(static_cast<uint64_t>(reduction)) {
-    for (const NumberReference& number : numbers) {
-      for (const uint64_t byte : {uint64_t{number.bytes()}, static_cast<uint64_t>(number.kind())})
-        types = (types ^ byte) * 1099511628211ULL;
-    }
-  }
-};
+Lane lane_of(const NumberReference& number, ReduceOp op) {
+  Lane lane{.type = uint64_t{number.bytes()} << 8 | static_cast<uint64_t>(number.kind()),
+            .op = static_cast<uint64_t>(op)};
+  std::memcpy(&lane.bits, number.number(), number.bytes());
+  return lane;
+}
 
 /// Wider than every type that there is: a sum that fits may pass the ends of its own on its way.
 __extension__ using Whole = __int128;
-static_assert(std::endian::native == std::endian::little, "numbers lie at the front of a lane");
 
-Whole load_whole(const std::byte* from, const NumberReference& type) {
-  uint64_t raw = 0;
-  std::memcpy(&raw, from, type.bytes());
-  if (type.kind() != Kind::signed_integer) return raw;
+Whole whole_of(uint64_t bits, const NumberReference& type) {
+  if (type.kind() != Kind::signed_integer) return bits;
   const int unused = 64 - 8 * type.bytes();
-  return static_cast<int64_t>(raw << unused) >> unused;
+  return static_cast<int64_t>(bits << unused) >> unused;
 }
 
-/// False when the result does not fit.
-bool combine_whole(ReduceOp op, Whole& result, Whole value) {
+double floating_of(uint64_t bits, const NumberReference& type) {
+  if (type.bytes() == sizeof(double)) return std::bit_cast<double>(bits);
+  return std::bit_cast<float>(static_cast<uint32_t>(bits));
+}
+
+void combine_whole(ReduceOp op, Whole& result, Whole value) {
   switch (op) {
     case ReduceOp::sum:
-      return !__builtin_add_overflow(result, value, &result);
+      result += value;
+      break;
     case ReduceOp::product:
-      return !__builtin_mul_overflow(result, value, &result);
+      // It fits no type any more, unless a 0 comes.
+      if (__builtin_mul_overflow(result, value, &result)) result = Whole{1} << 100;
+      break;
     case ReduceOp::min:
       result = std::min(result, value);
       break;
@@ -108,12 +102,10 @@ bool combine_whole(ReduceOp op, Whole& result, Whole value) {
     case ReduceOp::avg:
       break;  // Of fractions only.
   }
-  return true;
 }
 
 /// A NaN of any rank wins, as in tensors.
-template <class T>
-void combine_floating(ReduceOp op, T& result, T value) {
+void combine_floating(ReduceOp op, double& result, double value) {
   const bool takes = op == ReduceOp::min ? value < result : value > result;
   if (op == ReduceOp::product) {
     result *= value;
@@ -124,103 +116,77 @@ void combine_floating(ReduceOp op, T& result, T value) {
   }
 }
 
-/// All ranks' numbers: a header's lane and one for each number, rank after rank.
-class Gathered {
- public:
-  Gathered(const ProcessGroup& group, std::span<const NumberReference> numbers, ReduceOp op)
-      : op_(op), lanes_(static_cast<int64_t>(numbers.size()) + 1), ranks_(group.size()) {
-    const Header header(numbers, op);
-    static_assert(sizeof(Header) == kLane && sizeof(long double) <= kLane);
-    at::Tensor mine = at::zeros({lanes_ * kLane}, at::kByte);
-    auto* bytes = static_cast<std::byte*>(mine.mutable_data_ptr());
-    std::memcpy(bytes, &header, sizeof(header));
-    for (size_t i = 0; i < numbers.size(); ++i) {
-      std::memcpy(bytes + static_cast<int64_t>(i + 1) * kLane, numbers[i].number(),
-                  numbers[i].bytes());
-    }
-    const c10::Device device = impl_of(group).device();
-    at::Tensor all = at::empty({ranks_ * lanes_ * kLane}, at::dtype(at::kByte).device(device));
-    group.all_gather_into_tensor(all, mine.to(device));
-    all_ = all.cpu();
-    check_headers(group, header);
-  }
+/// All ranks' numbers, rank after rank.
+std::vector<Lane> gather_lanes(const ProcessGroup& group, std::span<const NumberReference> numbers,
+                               ReduceOp op) {
+  std::vector<Lane> mine;
+  for (const NumberReference& number : numbers) mine.push_back(lane_of(number, op));
+  const auto bytes = static_cast<int64_t>(mine.size() * sizeof(Lane));
+  const c10::Device device = impl_of(group).device();
+  at::Tensor all = at::empty({group.size() * bytes}, at::dtype(at::kByte).device(device));
+  group.all_gather_into_tensor(all, at::from_blob(mine.data(), {bytes}, at::kByte).to(device));
+  all = all.cpu();
+  std::vector<Lane> lanes(mine.size() * static_cast<size_t>(group.size()));
+  std::memcpy(lanes.data(), all.const_data_ptr(), all.nbytes());
+  return lanes;
+}
 
-  /// Writes the result of `number`, the one at `index`, into its place among rank 0's.
-  void reduce(const NumberReference& number, size_t index) {
-    if (number.kind() != Kind::floating) return reduce_whole(number, index);
-    if (number.bytes() == sizeof(float)) return reduce_floating<float, double>(index);
-    if (number.bytes() == sizeof(double)) return reduce_floating<double, double>(index);
-    reduce_floating<long double, long double>(index);
+/// Throws MismatchError unless all ranks gave such a number for the same reduction.
+void check_alike(const ProcessGroup& group, const std::vector<Lane>& ranks) {
+  const auto me = static_cast<size_t>(group.rank());
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    const bool same_type = ranks[rank].type == ranks[me].type;
+    if (same_type && ranks[rank].op == ranks[me].op) continue;
+    const int mine = group.global_ranks()[me], theirs = group.global_ranks()[rank];
+    throw MismatchError(
+        "all_reduce_values: ranks " + std::to_string(mine) + " and " + std::to_string(theirs) +
+            " gave " + (same_type ? "different reductions" : "numbers of different types"),
+        "all ranks must give the same types in the same order, and the same reduction",
+        mismatch_of({mine, theirs}));
   }
-  /// Hands a result over.
-  void take(const NumberReference& number, size_t index) const {
-    std::memcpy(number.number(), lane(0, index + 1), number.bytes());
-  }
+}
 
- private:
-  std::byte* lane(int rank, size_t index) const {
-    return static_cast<std::byte*>(all_.mutable_data_ptr()) +
-           (rank * lanes_ + static_cast<int64_t>(index)) * kLane;
-  }
+/// The bits of the result of the ranks' numbers.
+uint64_t reduce_floating(const NumberReference& type, ReduceOp op, const std::vector<Lane>& ranks) {
+  double result = floating_of(ranks[0].bits, type);
+  for (size_t rank = 1; rank < ranks.size(); ++rank)
+    combine_floating(op, result, floating_of(ranks[rank].bits, type));
+  if (op == ReduceOp::avg) result /= static_cast<double>(ranks.size());
+  if (type.bytes() == sizeof(double)) return std::bit_cast<uint64_t>(result);
+  return std::bit_cast<uint32_t>(static_cast<float>(result));
+}
 
-  void check_headers(const ProcessGroup& group, const Header& mine) const {
-    for (int rank = 0; rank < ranks_; ++rank) {
-      Header theirs = mine;
-      std::memcpy(&theirs, lane(rank, 0), sizeof(theirs));
-      if (theirs.types == mine.types && theirs.op == mine.op) continue;
-      const auto& names = group.global_ranks();
-      throw MismatchError(
-          "all_reduce_values: ranks " + std::to_string(names[static_cast<size_t>(group.rank())]) +
-              " and " + std::to_string(names[static_cast<size_t>(rank)]) + " gave " +
-              (theirs.types != mine.types ? "numbers of different types" : "different reductions"),
-          "all ranks must give the same types in the same order, and the same reduction",
-          mismatch_of(
-              {names[static_cast<size_t>(group.rank())], names[static_cast<size_t>(rank)]}));
-    }
-  }
-
-  template <class T, class Wide>
-  void reduce_floating(size_t index) {
-    const auto value = [&](int rank) -> Wide {
-      T number{};
-      std::memcpy(&number, lane(rank, index + 1), sizeof(T));
-      return number;
-    };
-    Wide result = value(0);
-    for (int rank = 1; rank < ranks_; ++rank) combine_floating<Wide>(op_, result, value(rank));
-    if (op_ == ReduceOp::avg) result /= static_cast<Wide>(ranks_);
-    const T rounded = static_cast<T>(result);
-    std::memcpy(lane(0, index + 1), &rounded, sizeof(T));
-  }
-
-  void reduce_whole(const NumberReference& number, size_t index) {
-    Whole result = load_whole(lane(0, index + 1), number);
-    bool fits = true;
-    for (int rank = 1; rank < ranks_; ++rank)
-      fits = combine_whole(op_, result, load_whole(lane(rank, index + 1), number)) && fits;
-    std::memcpy(lane(0, index + 1), &result, sizeof(result));
-    if (fits && load_whole(lane(0, index + 1), number) == result) return;
-    throw NumericError("all_reduce_values: the " + op_name(op_) + " of argument " +
-                           std::to_string(index + 1) + " does not fit its type, " +
-                           type_name(number.kind(), number.bytes()),
-                       "take a wider type, such as int64_t");
-  }
-
-  const ReduceOp op_;
-  const int64_t lanes_;
-  const int ranks_;
-  at::Tensor all_;
-};
+uint64_t reduce_whole(const NumberReference& type, size_t index, ReduceOp op,
+                      const std::vector<Lane>& ranks) {
+  Whole result = whole_of(ranks[0].bits, type);
+  for (size_t rank = 1; rank < ranks.size(); ++rank)
+    combine_whole(op, result, whole_of(ranks[rank].bits, type));
+  const auto bits = static_cast<uint64_t>(result);
+  const uint64_t mask = ~uint64_t{0} >> (64 - 8 * type.bytes());
+  if (whole_of(bits & mask, type) == result) return bits;
+  throw NumericError("all_reduce_values: the " + op_name(op) + " of argument " +
+                         std::to_string(index + 1) + " does not fit its type, " + type_name(type),
+                     "take a wider type, such as int64_t");
+}
 
 }  // namespace
 
 void ProcessGroup::all_reduce_numbers(std::span<const NumberReference> numbers, ReduceOp op) const {
   native();  // A null or closed group throws here.
+  if (numbers.empty()) throw UsageError("all_reduce_numbers: no numbers");
   for (size_t i = 0; i < numbers.size(); ++i) check(numbers[i], i, op);
-  Gathered gathered(*this, numbers, op);
-  for (size_t i = 0; i < numbers.size(); ++i) gathered.reduce(numbers[i], i);
+  const std::vector<Lane> all = gather_lanes(*this, numbers, op);
+  std::vector<uint64_t> results;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    std::vector<Lane> ranks;
+    for (size_t at = i; at < all.size(); at += numbers.size()) ranks.push_back(all[at]);
+    check_alike(*this, ranks);
+    results.push_back(numbers[i].kind() == Kind::floating ? reduce_floating(numbers[i], op, ranks)
+                                                          : reduce_whole(numbers[i], i, op, ranks));
+  }
   // None is changed when one of them fails.
-  for (size_t i = 0; i < numbers.size(); ++i) gathered.take(numbers[i], i);
+  for (size_t i = 0; i < numbers.size(); ++i)
+    std::memcpy(numbers[i].number(), &results[i], numbers[i].bytes());
 }
 
 }  // namespace lockstep

@@ -18,9 +18,11 @@
 
 namespace lockstep {
 
-/// What ProcessGroup::all_reduce_values takes: every arithmetic type that can be written to.
+/// What ProcessGroup::all_reduce_values takes: every arithmetic type of up to 8 bytes that can be
+/// written to.
 template <class T>
-concept Reducible = std::is_arithmetic_v<T> && !std::is_const_v<T> && !std::is_volatile_v<T>;
+concept Reducible = std::is_arithmetic_v<T> && sizeof(T) <= 8 && !std::is_const_v<T> &&
+                    !std::is_volatile_v<T>;
 
 /// Refers to a number of any arithmetic type, which must outlive it.
 class NumberReference {
@@ -188,13 +190,13 @@ class ProcessGroup {
   /// same arguments, and use it alike afterwards (MismatchError). It may outlive the group.
   at::Tensor symmetric_empty(int64_t numel, at::ScalarType dtype) const;
 
+  /// Over gloo and hierarchical a message to this rank itself is a UsageError.
   void send(const at::Tensor& tensor, int dst, int tag = 0) const {
     isend(tensor, dst, tag).wait();
   }
   void recv(at::Tensor& tensor, int src, int tag = 0) const { irecv(tensor, src, tag).wait(); }
   /// Receives from the rank that sends first, and returns that rank. Over gloo and hierarchical it
-  /// notices a dead rank at the time-out only, and a longer message ends the process. There this
-  /// rank's own send must come before it.
+  /// notices a dead rank at the time-out only, and a longer message ends the process.
   int recv_any(at::Tensor& tensor, int tag = 0) const;
   [[nodiscard]] Work isend(const at::Tensor& tensor, int dst, int tag = 0) const;
   [[nodiscard]] Work irecv(at::Tensor& tensor, int src, int tag = 0) const;
@@ -230,9 +232,10 @@ class ProcessGroup {
 
   /// Objects travel as JSON (CBOR on the wire). Their sizes may differ between ranks.
   std::vector<nlohmann::json> all_gather_object(const nlohmann::json& object) const;
+  /// As all_gather_object, and empty on all ranks but `dst`.
   std::vector<nlohmann::json> gather_object(const nlohmann::json& object, int dst) const;
   nlohmann::json broadcast_object(const nlohmann::json& object, int src) const;
-  /// `objects` has one per rank on rank `src` and is ignored on the others.
+  /// `objects` has one per rank on rank `src` and is ignored on the others. All go to every rank.
   nlohmann::json scatter_object(const std::vector<nlohmann::json>& objects, int src) const;
 
   /// Every rank of this group calls. Ranks of one color form a group, ordered by (key, rank). A

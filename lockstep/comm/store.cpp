@@ -34,36 +34,6 @@ std::string keys_text(const std::vector<std::string>& keys) {
   return "'" + join(shown, "', '") + "' and " + std::to_string(keys.size() - kShown) + " more";
 }
 
-/// c10d's own counts those that leave in two steps, between which two ranks that leave at once see
-/// each other as still there, and neither removes the file. Here one step counts.
-class SharedFileStore : public c10d::FileStore {
- public:
-  using FileStore::FileStore;
-
-  ~SharedFileStore() override {
-    try {
-      addHelper(refCountKey_, -1);
-      if (!origin_ && addHelper(cleanupKey_, 1) >= numWorkers_ && numWorkers_ > 0) {
-        std::error_code ignored;
-        std::filesystem::remove(path_, ignored);
-      }
-    } catch (const std::exception&) {  // The folder is gone, and the file with it.
-    }
-    path_.clear();  // So that the base class finds no file and counts nothing again.
-  }
-
-  /// A clone is no user of its own: the original, which counts, lives as long.
-  c10::intrusive_ptr<c10d::Store> clone() override {
-    auto copy = c10::make_intrusive<SharedFileStore>(path_, numWorkers_);
-    copy->origin_ = c10::intrusive_ptr<c10d::Store>::unsafe_reclaim_from_nonowning(this);
-    copy->setTimeout(getTimeout());
-    return copy;
-  }
-
- private:
-  c10::intrusive_ptr<c10d::Store> origin_;
-};
-
 [[noreturn]] void throw_ours(const char* operation, const std::vector<std::string>& keys,
                              const std::exception_ptr& error, std::chrono::milliseconds timeout) {
   const std::string what = std::string("store: ") + operation + " of " + keys_text(keys);
@@ -219,7 +189,7 @@ Store file_store(const std::filesystem::path& path, int world_size) {
                      "make it, or name a file in a folder that every rank can reach");
   }
   try {
-    return wrap_store(c10::make_intrusive<SharedFileStore>(path.string(), world_size));
+    return wrap_store(c10::make_intrusive<c10d::FileStore>(path.string(), world_size));
   } catch (const std::exception& error) {
     throw CommError("file store '" + path.string() + "': " + error.what());
   }
@@ -245,9 +215,8 @@ Store tcp_store(const TcpStoreOptions& options) {
 }
 
 uint16_t tcp_store_port(const Store& store) {
-  const auto* tcp = store ? tcp_store_of(native_store(store)) : nullptr;
-  if (!tcp) throw UsageError("tcp_store_port: not a TCP store");
-  return tcp->getPort();
+  if (const auto endpoint = tcp_endpoint(store)) return endpoint->second;
+  throw UsageError("tcp_store_port: not a TCP store");
 }
 
 std::optional<std::pair<std::string, uint16_t>> tcp_endpoint(const Store& store) {

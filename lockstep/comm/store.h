@@ -84,7 +84,8 @@ uint16_t tcp_store_port(const Store& store);
 /// Host and port of a store made by `tcp_store` (or a prefix of one); none for any other store.
 std::optional<std::pair<std::string, uint16_t>> tcp_endpoint(const Store& store);
 /// A store in a file that all ranks can reach, on one host or by a network file system that locks.
-/// `world_size` of -1: any number of users; else the last of that many removes the file.
+/// `world_size` of -1: any number of users; else the last of that many removes the file. Where
+/// several leave at once it may stay.
 Store file_store(const std::filesystem::path& path, int world_size = -1);
 /// A store within this process, for its threads.
 Store hash_store();

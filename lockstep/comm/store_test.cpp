@@ -5,14 +5,12 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <barrier>
 #include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "tests/support/message_of.h"
-#include "tests/support/run_ranks.h"
 
 namespace lockstep {
 namespace store_test {
@@ -147,24 +145,6 @@ TEST(FileStore, TheLastUserRemovesTheFile) {
   }
   first = {};
   EXPECT_FALSE(std::filesystem::exists(path));
-}
-
-TEST(FileStore, TheLastUserRemovesTheFileWhenAllLeaveAtOnce) {
-  TemporaryDirectory folder;
-  constexpr int kUsers = 4;
-  for (int round = 0; round < 200; ++round) {
-    const auto path = folder.path() / std::to_string(round);
-    std::barrier all(kUsers);
-    test::expect_ok(test::run_ranks(kUsers, [&](int) {
-      Store store = file_store(path, kUsers);
-      store.add("users", 1);
-      Store copy = store.clone();
-      all.arrive_and_wait();
-      copy = {};
-      store = {};
-    }));
-    ASSERT_FALSE(std::filesystem::exists(path)) << "round " << round;
-  }
 }
 
 TEST(TcpStore, ServesOthersUnderItsPort) {

@@ -1,5 +1,7 @@
 #include "lockstep/comm/tensor_shard.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -58,15 +60,6 @@ std::vector<int64_t> inverse(const std::vector<int64_t>& order) {
   return result;
 }
 
-/// With dimensions as `order` says.
-std::vector<TensorBox> ordered_boxes(const at::Tensor& like, const std::vector<int64_t>& order,
-                                     int64_t begin, int64_t count) {
-  std::vector<TensorBox> boxes;
-  const std::vector<int64_t> sizes = reordered(like.sizes().vec(), order);
-  add_boxes(sizes, 0, std::vector<int64_t>(sizes.size()), begin, begin + count, boxes);
-  return boxes;
-}
-
 }  // namespace
 
 std::vector<TensorShard> whole_shards(const StateDict& tensors, const std::string& prefix) {
@@ -80,18 +73,21 @@ std::vector<TensorShard> whole_shards(const StateDict& tensors, const std::strin
 }
 
 std::vector<TensorBox> boxes_of_range(const at::Tensor& like, int64_t begin, int64_t count) {
-  const std::vector<int64_t> order = memory_order(like), back = inverse(order);
-  std::vector<TensorBox> boxes = ordered_boxes(like, order, begin, count);
-  for (TensorBox& box : boxes) box = {reordered(box.offsets, back), reordered(box.sizes, back)};
+  std::vector<TensorBox> boxes;
+  for (const auto& shard : shards_of_range({}, like, begin, at::empty({count}, at::kMeta)))
+    boxes.push_back({shard.offsets, shard.values.sizes().vec()});
   return boxes;
 }
 
 std::vector<TensorShard> shards_of_range(const std::string& name, const at::Tensor& like,
                                          int64_t begin, const at::Tensor& values) {
   const std::vector<int64_t> order = memory_order(like), back = inverse(order);
+  const std::vector<int64_t> sizes = reordered(like.sizes().vec(), order);
+  std::vector<TensorBox> boxes;
+  add_boxes(sizes, 0, std::vector<int64_t>(sizes.size()), begin, begin + values.numel(), boxes);
   std::vector<TensorShard> shards;
   int64_t from = 0;
-  for (const TensorBox& box : ordered_boxes(like, order, begin, values.numel())) {
+  for (const TensorBox& box : boxes) {
     const at::Tensor part = values.detach().narrow(0, from, c10::multiply_integers(box.sizes));
     from += part.numel();
     shards.push_back({name, like.sizes().vec(), reordered(box.offsets, back),
