@@ -73,8 +73,7 @@ void write_error_file(const std::string& message, int exit_code, const Failure* 
     json report = {{"message",
                     {{"message", message},
                      {"errorCode", exit_code},
-                     {"extraInfo",
-                      {{"py_callstack", ""}, {"timestamp", std::to_string(std::time(nullptr))}}}}}};
+                     {"extraInfo", {{"timestamp", std::to_string(std::time(nullptr))}}}}}};
     if (failure) report["message"]["failure"] = to_json(*failure);
     if (!made_first_step) report["message"]["before_first_step"] = true;
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.

@@ -41,11 +41,7 @@ bool is_script(const std::string& path) {
 }
 
 jit::Module read_script(const std::string& path) {
-  std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) {
-    throw UsageError("model '" + path + "': there is no such file",
-                     "name a file of torch.jit.script(module).save(FILE), or one of the models");
-  }
+  expect_script_file(path);
   try {
     return jit::load(path, c10::kCPU);
   } catch (const c10::Error& error) {
@@ -153,6 +149,13 @@ class ScriptModel : public Model {
 };
 
 }  // namespace
+
+void expect_script_file(const std::string& path) {
+  std::error_code ignored;
+  if (std::filesystem::exists(path, ignored)) return;
+  throw UsageError("model '" + path + "': there is no such file",
+                   "name a file of torch.jit.script(module).save(FILE), or one of the models");
+}
 
 bool names_script_file(const std::string& name) {
   if (name.find('/') != std::string::npos) return true;

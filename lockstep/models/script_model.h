@@ -11,6 +11,8 @@ namespace lockstep {
 
 /// Whether a model's name is that of a file: it has a slash, or ends in .pt, .pth or .ts.
 bool names_script_file(const std::string& name);
+/// Throws UsageError where there is no such file.
+void expect_script_file(const std::string& path);
 
 /// A module that Python wrote with torch.jit.script(...).save(path) or torch.jit.trace, to be
 /// trained with the values that it has. Its parameters and buffers have the names of its

@@ -134,6 +134,8 @@ int dispatch(const std::vector<std::string>& given) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  // A write beyond `ulimit -f` is an error with a message, as in Python.
+  std::signal(SIGXFSZ, SIG_IGN);
   const int code = run_guarded("lockstep", [&] {
     return dispatch({argv + std::min(argc, 1), argv + argc});
   });

@@ -348,6 +348,7 @@ CheckpointFolder check_files(const RunConfig& config) {
   check_outputs(config);
   check_resume(config.resume);
   if (!config.load_weights.empty()) check_weights_exist(config.load_weights);
+  if (names_script_file(config.model)) expect_script_file(config.model);
   if (!config.load_optimizer.empty()) check_weights_exist(config.load_optimizer);
   CheckpointFolder folder = checkpoint_folder(config);
   check_checkpoint_dir(config, folder);
