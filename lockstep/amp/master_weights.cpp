@@ -118,8 +118,7 @@ void MasterWeights::load_state(const StateDict& state) {
     const bool is_copy = item.first.starts_with(std::string(kMaster) + ".");
     (is_copy ? copies : inner).push_back(item);
   }
-  const auto entries =
-      read_state(name(), copies, {{kMaster, StateKind::like_parameter}}, parameters_);
+  const auto entries = read_state(name(), copies, {kMaster}, parameters_);
   std::vector<at::Tensor> loaded(parameters_.size());
   for (const auto& [index, fields] : entries) loaded[index] = fields.at(kMaster);
   for (size_t i = 0; i < parameters_.size() && !entries.empty(); ++i) {

@@ -103,12 +103,9 @@ class FusedAdam : public Optimizer {
     return state;
   }
   void load_state(const StateDict& state) override {
-    const std::vector<StateField> fields{{kStep, StateKind::count},
-                                         {kExpAvg, StateKind::like_parameter},
-                                         {kExpAvgSq, StateKind::like_parameter},
-                                         {kMaxExpAvgSq, StateKind::like_parameter}};
     std::vector<Moments> loaded(parameters_.size());
-    const auto all = read_state(name_, state, fields, parameters_);
+    const auto all =
+        read_state(name_, state, {kStep, kExpAvg, kExpAvgSq, kMaxExpAvgSq}, parameters_);
     const bool has_maxima = has_field(all, kMaxExpAvgSq);
     for (const auto& [index, given] : all) {
       const at::Tensor& parameter = parameters_[index];

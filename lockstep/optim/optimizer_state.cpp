@@ -16,10 +16,10 @@ namespace {
                         "the checkpoint is of another model or optimizer");
 }
 
-void check_shape(const std::string& optimizer, const std::string& key, const StateField& field,
+void check_shape(const std::string& optimizer, const std::string& key, bool is_count,
                  const at::Tensor& tensor, const at::Tensor& parameter) {
   if (!tensor.defined()) refuse(optimizer, key, "is empty");
-  if (field.kind == StateKind::count) {
+  if (is_count) {
     if (tensor.numel() != 1) refuse(optimizer, key, "is not one number");
   } else if (tensor.sizes() != parameter.sizes()) {
     refuse(optimizer, key,
@@ -44,20 +44,18 @@ StateKey parse_state_key(const std::string& text) {
 }
 
 std::map<size_t, StateFields> read_state(const std::string& optimizer, const StateDict& state,
-                                         const std::vector<StateField>& fields,
+                                         const std::vector<std::string>& fields,
                                          const std::vector<at::Tensor>& parameters) {
   std::map<size_t, StateFields> entries;
   for (const auto& [key, tensor] : state) {
     const auto [name, index] = parse_state_key(key);
-    const auto field =
-        std::find_if(fields.begin(), fields.end(),
-                     [&, &name = name](const StateField& f) { return f.name == name; });
-    if (field == fields.end()) refuse(optimizer, key, "is none that it keeps");
+    if (std::find(fields.begin(), fields.end(), name) == fields.end())
+      refuse(optimizer, key, "is none that it keeps");
     if (index >= parameters.size())
       refuse(
           optimizer, key,
           "is for a parameter that does not exist; there are " + std::to_string(parameters.size()));
-    check_shape(optimizer, key, *field, tensor, parameters[index]);
+    check_shape(optimizer, key, name == kStep, tensor, parameters[index]);
     entries[index][name] = tensor;
   }
   return entries;

@@ -12,21 +12,10 @@
 
 namespace lockstep {
 
-/// What an entry of an optimizer's state holds.
-enum class StateKind {
-  like_parameter,  ///< A tensor of the parameter's shape.
-  count,           ///< One whole number.
-};
-
-struct StateField {
-  std::string name;
-  StateKind kind;
-};
-
 /// Of one parameter.
 using StateFields = std::map<std::string, at::Tensor>;
 
-/// The name of a count of steps.
+/// The name of a count of steps, one whole number. All other fields have their parameter's shape.
 inline constexpr const char* kStep = "step";
 
 /// "NAME.INDEX".
@@ -41,7 +30,7 @@ StateKey parse_state_key(const std::string& text);
 /// A state by the parameters' indices. Checks each entry against the fields that an optimizer keeps
 /// and its parameters' shapes. Throws CheckpointError naming the optimizer and the entry.
 std::map<size_t, StateFields> read_state(const std::string& optimizer, const StateDict& state,
-                                         const std::vector<StateField>& fields,
+                                         const std::vector<std::string>& fields,
                                          const std::vector<at::Tensor>& parameters);
 /// Whether any parameter has the field.
 bool has_field(const std::map<size_t, StateFields>& state, const std::string& field);

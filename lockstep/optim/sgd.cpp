@@ -200,8 +200,7 @@ StateDict Sgd::state() const {
 
 void Sgd::load_state(const StateDict& state) {
   std::vector<at::Tensor> buffers(parameters_.size());
-  for (const auto& [index, fields] :
-       read_state(name_, state, {{kBuffer, StateKind::like_parameter}}, parameters_)) {
+  for (const auto& [index, fields] : read_state(name_, state, {kBuffer}, parameters_)) {
     if (momentum_ != 0) buffers[index] = copy_like(fields.at(kBuffer), parameters_[index]);
   }
   buffers_ = std::move(buffers);

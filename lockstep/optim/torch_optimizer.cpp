@@ -78,8 +78,8 @@ class TorchOptimizer : public Optimizer {
   }
 
   void load_state(const StateDict& state) override {
-    std::vector<StateField> known{{kStep, StateKind::count}};
-    for (const auto& field : fields_) known.push_back({field.name, StateKind::like_parameter});
+    std::vector<std::string> known{kStep};
+    for (const auto& field : fields_) known.emplace_back(field.name);
     std::map<size_t, std::unique_ptr<State>> loaded;
     const auto all = read_state(name_, state, known, parameters_);
     for (const auto& [index, given] : all) loaded[index] = make_state(index, given, all);
