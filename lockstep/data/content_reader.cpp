@@ -157,12 +157,10 @@ size_t ContentReader::read_plain(unsigned char* out, size_t size) {
       in.stream.next_in += n;
       in.stream.avail_in -= static_cast<uint32_t>(n);
       done += n;
-    } else if (size - done >= in.buffer.size()) {
+    } else {
       const size_t n = read_file(out + done, size - done);
       if (n == 0) break;
       done += n;
-    } else if (fill() == 0) {
-      break;
     }
   }
   return done;

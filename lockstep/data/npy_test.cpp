@@ -83,7 +83,7 @@ TEST_F(Npy, ScalarsAndEmptyArrays) {
 TEST_F(Npy, BooleansMustBeBooleans) {
   EXPECT_TRUE(load(header_of("|b1", "(2,)"), "\0\1"sv).equal(at::tensor({0, 1}).to(at::kBool)));
   EXPECT_THAT(complaint_about(npy(header_of("|b1", "(2,)"), "\0\2"sv)),
-              HasSubstr("expected 0 or 1 for a boolean"));
+              HasSubstr("other than 0 or 1 for a boolean"));
 }
 
 TEST_F(Npy, ForeignFiles) {

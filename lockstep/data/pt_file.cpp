@@ -91,30 +91,11 @@ class PtReader {
   void walk(const PickleValue* value, const std::string& name, int depth) {
     constexpr size_t kMostSteps = 20'000'000;
     if (depth > 200 || ++steps_ > kMostSteps) fail(name, "holds too many values within each other");
-    switch (value->kind) {
-      case Kind::none:
-        stored_.values[name] = std::monostate();
-        return;
-      case Kind::boolean:
-        stored_.values[name] = value->integer != 0;
-        return;
-      case Kind::integer:
-        stored_.values[name] = value->integer;
-        return;
-      case Kind::real:
-        stored_.values[name] = value->real;
-        return;
-      case Kind::text:
-      case Kind::bytes:
-      case Kind::global:
-        stored_.values[name] = value->text;
-        return;
-      case Kind::sequence:
-        return walk_items(*value, name, depth);
-      case Kind::dict:
-        return walk_entries(*value, name, depth);
-      case Kind::object:
-        break;
+    if (value->kind == Kind::sequence) return walk_items(*value, name, depth);
+    if (value->kind == Kind::dict) return walk_entries(*value, name, depth);
+    if (value->kind != Kind::object) {
+      stored_.values[name] = plain_value(*value);
+      return;
     }
     if (is_tensor(*value)) {
       stored_.tensors.push_back(tensor_of(*value, name));
@@ -125,6 +106,21 @@ class PtReader {
       for (const PickleValue* sizes : value->items) walk(sizes, name, depth + 1);
     } else {
       stored_.values[name] = value->text;
+    }
+  }
+
+  static PtFile::Value plain_value(const PickleValue& value) {
+    switch (value.kind) {
+      case Kind::none:
+        return std::monostate();
+      case Kind::boolean:
+        return value.integer != 0;
+      case Kind::integer:
+        return value.integer;
+      case Kind::real:
+        return value.real;
+      default:
+        return value.text;
     }
   }
 

@@ -7,17 +7,6 @@
 namespace lockstep {
 namespace {
 
-void check_booleans(const ContentReader& file, uint64_t start, const at::Tensor& tensor,
-                    const std::string& what) {
-  const auto* bytes = static_cast<const unsigned char*>(tensor.const_data_ptr());
-  const auto* end = bytes + tensor.nbytes();
-  const auto* wrong = std::find_if(bytes, end, [](unsigned char byte) { return byte > 1; });
-  if (wrong != end) {
-    file.fail(start + static_cast<uint64_t>(wrong - bytes),
-              what + " has the byte " + std::to_string(*wrong) + "; expected 0 or 1 for a boolean");
-  }
-}
-
 /// Reverses the bytes of each number. Complex elements are two numbers.
 void swap_bytes(at::Tensor& tensor) {
   const size_t unit = at::elementSize(c10::toRealValueType(tensor.scalar_type()));
@@ -63,7 +52,8 @@ at::Tensor read_tensor(ContentReader& file, at::ScalarType dtype, at::IntArrayRe
   at::Tensor tensor = at::empty(shape, at::TensorOptions().dtype(dtype));
   file.read_exact(tensor.mutable_data_ptr(), *bytes, what);
   if (order != std::endian::native) swap_bytes(tensor);
-  if (dtype == at::kBool) check_booleans(file, start, tensor, what);
+  if (dtype == at::kBool && tensor.view(at::kByte).gt(1).any().item<bool>())
+    file.fail(start, what + " has a byte other than 0 or 1 for a boolean");
   return tensor;
 }
 
