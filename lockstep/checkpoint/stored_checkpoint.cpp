@@ -1,9 +1,7 @@
 #include "lockstep/checkpoint/stored_checkpoint.h"
 
 #include <ATen/Functions.h>
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -187,65 +185,30 @@ std::optional<TensorBox> intersection(const TensorBox& a, const TensorBox& b) {
   return common;
 }
 
-/// A box of a part as runs of bytes in the file, each as long as can be.
-class PartReader {
- public:
-  PartReader(const StoredCheckpoint& checkpoint, const StoredPart& part, int64_t element_size)
-      : checkpoint_(checkpoint), part_(part), element_size_(element_size) {}
-
-  /// `wanted` lies in the part's box. Both are of the whole tensor.
-  at::Tensor read(const TensorBox& wanted, at::ScalarType dtype) {
-    file_.reset(::open((checkpoint_.folder / part_.file).c_str(), O_RDONLY | O_CLOEXEC));
-    if (!file_)
-      throw SystemError("cannot open " + (checkpoint_.folder / part_.file).string(), errno);
-    at::Tensor result = at::empty(wanted.sizes, dtype);
-    out_ = static_cast<char*>(result.mutable_data_ptr());
-    // Dimensions after this one are wanted whole.
-    size_t whole_after = wanted.sizes.size();
-    while (whole_after > 0 && wanted.sizes[whole_after - 1] == part_.box.sizes[whole_after - 1]) {
-      --whole_after;
-    }
-    read_runs(wanted, 0, whole_after == 0 ? 0 : whole_after - 1, 0);
-    return result;
+/// `wanted` lies in the part's box. Both are of the whole tensor. The file is read from its first
+/// element to its last: boxes of whole rows have no others between.
+at::Tensor read_part(const StoredCheckpoint& checkpoint, const StoredPart& part,
+                     const TensorBox& wanted, at::ScalarType dtype) {
+  std::vector<int64_t> strides(wanted.sizes.size());
+  int64_t stride = 1, first = 0, last = 0;
+  for (size_t d = strides.size(); d-- > 0; stride *= part.box.sizes[d]) {
+    strides[d] = stride;
+    first += (wanted.offsets[d] - part.box.offsets[d]) * stride;
+    last += (wanted.sizes[d] - 1) * stride;
   }
-
- private:
-  /// `index` is the number of the row before dimension `dim`.
-  void read_runs(const TensorBox& wanted, size_t dim, size_t last, int64_t index) {
-    const auto& sizes = part_.box.sizes;
-    if (sizes.empty()) return read_bytes(0, 1);
-    const int64_t from = wanted.offsets[dim] - part_.box.offsets[dim];
-    if (dim == last) {
-      int64_t row = 1;
-      for (size_t d = dim + 1; d < sizes.size(); ++d) row *= sizes[d];
-      return read_bytes((index * sizes[dim] + from) * row, wanted.sizes[dim] * row);
-    }
-    for (int64_t i = from; i < from + wanted.sizes[dim]; ++i) {
-      read_runs(wanted, dim + 1, last, index * sizes[dim] + i);
-    }
+  at::Tensor elements = at::empty({last + 1}, dtype);
+  const uint64_t begin = part.begin + static_cast<uint64_t>(first) * c10::elementSize(dtype);
+  try {
+    ContentReader reader(
+        checkpoint.folder / part.file,
+        {.packing = ContentOptions::Packing::plain, .begin = begin, .size = elements.nbytes()});
+    reader.read_exact(elements.mutable_data_ptr(), elements.nbytes(), "a tensor");
+  } catch (const DataError& error) {
+    damaged(checkpoint.folder, error.what());
   }
-
-  void read_bytes(int64_t element, int64_t count) {
-    auto offset = static_cast<off_t>(part_.begin) + element * element_size_;
-    int64_t left = count * element_size_;
-    *checkpoint_.bytes_read += left;
-    while (left > 0) {
-      const ssize_t n = ::pread(file_.get(), out_, static_cast<size_t>(left), offset);
-      if (n == 0) damaged(checkpoint_.folder, part_.file + " is too short");
-      if (n < 0 && errno != EINTR) throw SystemError("cannot read " + part_.file, errno);
-      if (n < 0) continue;
-      out_ += n;
-      offset += n;
-      left -= n;
-    }
-  }
-
-  const StoredCheckpoint& checkpoint_;
-  const StoredPart& part_;
-  int64_t element_size_;
-  UniqueFd file_;
-  char* out_ = nullptr;
-};
+  *checkpoint.bytes_read += static_cast<int64_t>(elements.nbytes());
+  return elements.as_strided(wanted.sizes, strides);
+}
 
 void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, const TensorBox& box,
               at::Tensor& into) {
@@ -258,11 +221,10 @@ void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, co
       for (size_t d = 0; d < within.offsets.size(); ++d) within.offsets[d] -= part.box.offsets[d];
       values = slice(part.values, within.offsets, within.sizes);
     } else {
-      const auto size = static_cast<int64_t>(c10::elementSize(tensor.dtype));
-      values = PartReader(checkpoint, part, size).read(*common, tensor.dtype);
+      values = read_part(checkpoint, part, *common, tensor.dtype);
     }
     if (values.sizes().equals(into.sizes()) && !part.file.empty()) {
-      into = values;
+      into = values.contiguous();
     } else {
       slice(into, common->offsets, common->sizes).copy_(values);
     }

@@ -52,8 +52,6 @@ class FiniteCheck {
   /// it does not know the steps before.
   void end_epoch(int64_t epoch, int64_t steps, bool from_its_start);
 
-  int64_t skipped() const { return skipped_; }
-
  private:
   bool is_good_everywhere(bool good_here) const;
   /// Of all ranks; null where it was finite.

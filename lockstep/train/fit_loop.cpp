@@ -317,17 +317,15 @@ bool FitLoop::finish_epoch() {
   return true;
 }
 
-Metrics FitLoop::evaluate(detail::BatchFeed& feed) {
+Metrics FitLoop::evaluate(detail::BatchFeed& feed, const std::function<bool()>& go_on) {
   return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches,
-                            {}, options_.strategy_options.logical_shards);
+                            go_on, options_.strategy_options.logical_shards);
 }
 
 /// False when a signal ended it.
 bool FitLoop::validate() {
-  const Metrics metrics = lockstep::evaluate(
-      *task_.module, loop_.parts(), *task_.validation, group_, options_.limit_val_batches,
-      [&] { return goes_on(agreement_->after_step(signals_->received())); },
-      options_.strategy_options.logical_shards);
+  const Metrics metrics = evaluate(
+      *task_.validation, [&] { return goes_on(agreement_->after_step(signals_->received())); });
   if (stop_requested_ != 0) return false;
   validation_ = metrics;
   return true;
@@ -506,14 +504,11 @@ void FitLoop::restore(const StoredCheckpoint& checkpoint) {
   batches_ = first_batch_of(info, checkpoint.folder.empty());
   loop_.warm_up();
   const detail::TrainedParts& parts = loop_.parts();
-  const detail::NeededState needed(parts);
   detail::load_model_state(
       *task_.module, parts,
-      read_tensors(checkpoint, checkpoint.model, "",
-                   [&](const std::string& name) { return needed.of_model(name); }));
-  detail::load_optimizer_state(
-      parts, read_tensors(checkpoint, checkpoint.state, kOptimizer,
-                          [&](const std::string& name) { return needed.of_optimizer(name); }));
+      read_tensors(checkpoint, checkpoint.model, "", detail::needed_of_model(parts)));
+  detail::load_optimizer_state(parts, read_tensors(checkpoint, checkpoint.state, kOptimizer,
+                                                   detail::needed_of_optimizer(parts)));
   detail::load_precision_state(parts, read_tensors(checkpoint, checkpoint.state, kPrecision));
   random_state_ = state_of_rank(checkpoint, group_.rank());
   loop_.load_values(info.step, info.values);

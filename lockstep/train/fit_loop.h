@@ -55,8 +55,8 @@ class FitLoop {
   void finish_saves();
   /// See StepLoop.
   void before_step(std::function<void(int64_t step)> call) { loop_.before_step(std::move(call)); }
-  /// On the module as it is now.
-  Metrics evaluate(detail::BatchFeed& feed);
+  /// On the module as it is now. See lockstep::evaluate.
+  Metrics evaluate(detail::BatchFeed& feed, const std::function<bool()>& go_on = {});
   /// Once `run` has ended or thrown, in a job: the state after the last step that was finished.
   /// Null before one, and where ranks have parts of the state. Tensors are those of the module and
   /// the optimizer.

@@ -16,7 +16,6 @@ namespace lockstep {
 struct Ratio {
   double sum = 0;
   double weight = 0;
-  bool operator==(const Ratio&) const = default;
 };
 
 /// Sums from which means come: a loss, an accuracy and what else a module notes. They are exact

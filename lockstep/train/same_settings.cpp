@@ -1,5 +1,6 @@
 #include "lockstep/train/same_settings.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <vector>
@@ -16,18 +17,6 @@ std::string value_of(const Settings& settings, const std::string& name) {
   return found->second.empty() ? "empty" : found->second;
 }
 
-/// "--seed is 0 on rank 0 and 7 on rank 2", or nothing.
-std::string difference(const std::vector<Settings>& all, const std::string& name) {
-  const std::string first = value_of(all.front(), name);
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    const std::string other = value_of(all[rank], name);
-    if (other != first) {
-      return name + " is " + first + " on rank 0 and " + other + " on rank " + std::to_string(rank);
-    }
-  }
-  return {};
-}
-
 }  // namespace
 
 void check_same_settings(const Settings& mine, const ProcessGroup& group) {
@@ -40,8 +29,13 @@ void check_same_settings(const Settings& mine, const ProcessGroup& group) {
   }
   std::vector<std::string> differences;
   for (const std::string& name : names) {
-    std::string text = difference(all, name);
-    if (!text.empty()) differences.push_back(std::move(text));
+    const std::string first = value_of(all.front(), name);
+    const auto other = std::find_if(all.begin(), all.end(), [&](const Settings& settings) {
+      return value_of(settings, name) != first;
+    });
+    if (other == all.end()) continue;
+    differences.push_back(name + " is " + first + " on rank 0 and " + value_of(*other, name) +
+                          " on rank " + std::to_string(other - all.begin()));
   }
   if (differences.empty()) return;
   throw MismatchError("the ranks have different settings: " + join(differences, ", "),

@@ -328,8 +328,4 @@ void StepLoop::load_values(int64_t step, const std::map<std::string, double>& va
   }
 }
 
-ShardSums StepLoop::take_sums() {
-  return std::exchange(sums_, {});
-}
-
 }  // namespace lockstep

@@ -18,9 +18,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Steps for which there is room from the start, so that marks do not move memory about.
-constexpr size_t kUsualSteps = 1024;
-
 int64_t nanoseconds(Clock::time_point time) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
@@ -126,8 +123,6 @@ class StepProfiler::Operations {
 
 StepProfiler::StepProfiler(const ProcessGroup& group, const StepProfilerOptions& options)
     : group_(group) {
-  profile_.steps.reserve(kUsualSteps);
-  profile_.parts.reserve(kStepParts * kUsualSteps);
   if (group_) {
     profile_.rank = group_.rank();
     calls_ = std::make_shared<Calls>();

@@ -322,29 +322,33 @@ std::vector<TensorShard> optimizer_shards(const TrainedParts& parts) {
   return of_parts(parts, [](TrainedPart& part) { return part.strategy().optimizer_shards(); });
 }
 
-NeededState::NeededState(const TrainedParts& parts) {
+WantedBoxes needed_of_model(const TrainedParts& parts) {
+  std::map<std::string, std::vector<TensorBox>> needed;
   for (const auto& part : parts) {
-    const std::string prefix = prefix_of(*part, parts);
     for (auto& [name, boxes] : part->strategy().needed_of_model())
-      model_.emplace(prefix + name, std::move(boxes));
+      needed.emplace(prefix_of(*part, parts) + name, std::move(boxes));
+  }
+  return [needed = std::move(needed)](const std::string& name) {
+    const auto found = needed.find(name);
+    return found == needed.end() ? nullptr : &found->second;
+  };
+}
+
+WantedBoxes needed_of_optimizer(const TrainedParts& parts) {
+  // By the part's prefix and the parameter's index: ".3".
+  std::map<std::string, std::map<std::string, std::vector<TensorBox>>> needed;
+  for (const auto& part : parts) {
     for (auto& [index, boxes] : part->strategy().needed_of_optimizer())
-      optimizers_[prefix].emplace("." + std::to_string(index), std::move(boxes));
+      needed[prefix_of(*part, parts)].emplace("." + std::to_string(index), std::move(boxes));
   }
-}
-
-const std::vector<TensorBox>* NeededState::of_model(const std::string& name) const {
-  const auto found = model_.find(name);
-  return found == model_.end() ? nullptr : &found->second;
-}
-
-const std::vector<TensorBox>* NeededState::of_optimizer(const std::string& name) const {
-  const size_t dot = name.rfind('.');
-  if (dot == std::string::npos) return nullptr;
-  for (const auto& [prefix, boxes] : optimizers_) {
-    const auto found = name.starts_with(prefix) ? boxes.find(name.substr(dot)) : boxes.end();
-    if (found != boxes.end()) return &found->second;
-  }
-  return nullptr;
+  return [needed = std::move(needed)](const std::string& name) -> const std::vector<TensorBox>* {
+    const std::string index = name.substr(std::min(name.rfind('.'), name.size()));
+    for (const auto& [prefix, boxes] : needed) {
+      const auto found = name.starts_with(prefix) ? boxes.find(index) : boxes.end();
+      if (found != boxes.end()) return &found->second;
+    }
+    return nullptr;
+  };
 }
 
 StateDict precision_state(const TrainedParts& parts) {

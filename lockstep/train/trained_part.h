@@ -5,12 +5,12 @@
 
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "lockstep/amp/precision.h"
+#include "lockstep/checkpoint/stored_checkpoint.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/strategy.h"
@@ -114,17 +114,8 @@ StateDict own_model_state(const TrainingModuleBase& root, const TrainedParts& pa
 std::vector<TensorShard> model_shards(const TrainingModuleBase& root, const TrainedParts& parts);
 std::vector<TensorShard> optimizer_shards(const TrainedParts& parts);
 /// What of them the load functions below look at on this rank.
-class NeededState {
- public:
-  explicit NeededState(const TrainedParts& parts);
-  const std::vector<TensorBox>* of_model(const std::string& name) const;
-  const std::vector<TensorBox>* of_optimizer(const std::string& name) const;
-
- private:
-  std::map<std::string, std::vector<TensorBox>> model_;
-  /// By the part's prefix and the parameter's index: ".3".
-  std::map<std::string, std::map<std::string, std::vector<TensorBox>>> optimizers_;
-};
+WantedBoxes needed_of_model(const TrainedParts& parts);
+WantedBoxes needed_of_optimizer(const TrainedParts& parts);
 /// Of gradient scalers, by the same names, on every rank. No collective.
 StateDict precision_state(const TrainedParts& parts);
 /// The same, whole, on every rank. Throw CheckpointError where they do not fit.

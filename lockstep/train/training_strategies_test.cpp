@@ -225,11 +225,8 @@ TEST_P(EachStrategy, ReadsWhatItNeedsOfWhatAnyOtherSavedAtAnySize) {
                 StepLoop loop(task, group, options());
                 const StoredCheckpoint stored =
                     *load_checkpoint(group, folder.path().string(), nullptr, {}, c10::kCPU);
-                const detail::NeededState needed(loop.parts());
-                const auto of_model = [&](const auto& name) { return needed.of_model(name); };
-                const auto of_optimizer = [&](const auto& name) {
-                  return needed.of_optimizer(name);
-                };
+                const auto of_model = detail::needed_of_model(loop.parts());
+                const auto of_optimizer = detail::needed_of_optimizer(loop.parts());
                 detail::load_model_state(*task.module, loop.parts(),
                                          read_tensors(stored, stored.model, "", of_model));
                 detail::load_optimizer_state(loop.parts(),
