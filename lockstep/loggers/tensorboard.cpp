@@ -115,10 +115,6 @@ class TensorBoard : public Logger {
 
   void begin(int64_t step, int64_t epochs) override {
     std::filesystem::create_directories(folder_);
-    if (step == 0 && files_ == 0 && has_events()) {
-      log_warning("folder " + folder_.string() +
-                  " holds event files of an earlier run; TensorBoard shows this new run only");
-    }
     open();
     write(0, Message().text(3, "brain.Event:2"));
     constexpr uint64_t kStart = 1;  ///< SessionLog::START, which takes back what is at later steps.
@@ -157,14 +153,6 @@ class TensorBoard : public Logger {
   }
 
  private:
-  bool has_events() const {
-    const std::filesystem::directory_iterator files(folder_);
-    return std::any_of(std::filesystem::begin(files), std::filesystem::end(files),
-                       [](const auto& file) {
-                         return file.path().filename().string().starts_with("events.out.tfevents.");
-                       });
-  }
-
   void open() {
     const auto now = std::chrono::system_clock::now().time_since_epoch();
     char host[256] = "host";

@@ -8,10 +8,6 @@
 namespace lockstep::tool {
 namespace fs = std::filesystem;
 
-void check_can_be_made(const fs::path& path) {
-  const AtomicFile aside(path);
-}
-
 void check_output_file(const std::string& flag, const std::string& file, const std::string& example,
                        const std::function<void(const fs::path&)>& check) {
   if (file.empty()) return;
@@ -28,7 +24,8 @@ void check_output_file(const std::string& flag, const std::string& file, const s
                      "for example " + (path / example).string());
   }
   try {
-    check(path);
+    if (check) return check(path);
+    const AtomicFile can_be_made(path);
   } catch (const Error& error) {
     throw UsageError(what + error.what());
   }

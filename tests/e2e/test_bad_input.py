@@ -218,7 +218,7 @@ class Configuration(BadInput):
         self.refuse(("train", "--config", path), 2, f"{path}, line 2: batch-size is 0; it must be at least 1")
         path = self.write("lr = = 2")
         self.refuse(("train", "--config", path), 2, f"{path}, line 1: this is no TOML", "hint:")
-        self.refuse(("train", "--config", "/none.toml"), 2, "--config /none.toml: there is no such file", "hint:")
+        self.refuse(("train", "--config", "/none.toml"), 2, "--config /none.toml: ", "No such file", "hint:")
 
 
 class Devices(BadInput):

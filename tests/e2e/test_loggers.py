@@ -161,9 +161,8 @@ class TensorBoard(unittest.TestCase):
 
     def test_a_second_run_in_the_folder_takes_the_place_of_the_first(self):
         with t.temporary_folder() as folder:
-            for epochs, warns in ((2, False), (1, True)):
-                result = train(folder, "--logger", "tensorboard", "--max-epochs", epochs)
-                self.assertEqual(f"{folder} holds event files" in result.stderr, warns)
+            for epochs in (2, 1):
+                train(folder, "--logger", "tensorboard", "--max-epochs", epochs)
             self.assertEqual([event.step for event in self.read(folder).Scalars("train/loss")], [2, 4, 6, 8])
 
     def test_records_are_whole_and_their_checksums_right(self):

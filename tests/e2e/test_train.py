@@ -187,7 +187,7 @@ class Outcome(unittest.TestCase):
                 line = process.stderr.readline()
             finally:
                 process.kill()
-        self.assertIn("rank 1 of 2, by RANK and WORLD_SIZE", line)
+        self.assertIn("rank 1 of 2, started by torchrun, and waits for the others", line)
 
     def test_an_address_of_another_host_that_was_left_over_hinders_nothing(self):
         with socket.socket() as free:

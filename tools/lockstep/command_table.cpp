@@ -1,11 +1,13 @@
-// The subcommands that liblockstep_cli.so holds.
+// What liblockstep_cli.so offers: subcommands, and a store for `run`.
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "commands.h"
 #include "entry.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/store.h"
 #include "lockstep/tool/cli.h"
 #include "train/model_and_data.h"
 
@@ -29,6 +31,15 @@ constexpr Row kCommands[] = {
 
 }  // namespace
 }  // namespace lockstep::tool
+
+void* lockstep_cli_host_store(int listen_fd) {
+  return new std::shared_ptr<void>(
+      lockstep::tcp_store({.is_listener = true, .listen_fd = listen_fd}).native());
+}
+
+void lockstep_cli_release_store(void* store) {
+  delete static_cast<std::shared_ptr<void>*>(store);
+}
 
 void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size) {
   lockstep::unpacked_files()[path] = {static_cast<const std::byte*>(content), size};

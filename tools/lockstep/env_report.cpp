@@ -65,25 +65,23 @@ std::string onednn_isa() {
 
 /// What a `lockstep train` would do in this place.
 Json placement_report() {
-  const std::string waiting = launch::omp_waiting_text();
   const auto chosen = heap_chosen();
-  const std::string freed = chosen ? "by " + *chosen : "kept for the next step (Lockstep's choice)";
+  Json report = {
+      {"waiting", launch::omp_waiting_text()},
+      {"freed_memory", chosen ? "by " + *chosen : "kept for the next step (Lockstep's choice)"}};
   try {
     const auto placement = choose_placement({}, "auto", read_job_environment());
-    return {{"threads", placement.threads.threads},
-            {"threads_reason", placement.threads.reason},
-            {"processors", placement.binding.processors},
-            {"binding", placement.binding.reason},
-            {"waiting", waiting},
-            {"freed_memory", freed}};
+    report.update({{"threads", placement.threads.threads},
+                   {"threads_reason", placement.threads.reason},
+                   {"processors", placement.binding.processors},
+                   {"binding", placement.binding.reason}});
   } catch (const UsageError& error) {  // The launcher's variables contradict each other.
-    return {{"threads", at::get_num_threads()},
-            {"threads_reason", std::string("LibTorch's own; ") + error.what()},
-            {"processors", Json::array()},
-            {"binding", "none"},
-            {"waiting", waiting},
-            {"freed_memory", freed}};
+    report.update({{"threads", at::get_num_threads()},
+                   {"threads_reason", std::string("LibTorch's own; ") + error.what()},
+                   {"processors", Json::array()},
+                   {"binding", "none"}});
   }
+  return report;
 }
 
 /// How fast the CPU is in 16 bits, by dtype.

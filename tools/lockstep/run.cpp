@@ -1,15 +1,20 @@
 #include "commands.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "library.h"
 #include "lockstep/base/env.h"
@@ -23,13 +28,13 @@
 #include "lockstep/launch/omp_waiting.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/variables.h"
-#include "run_events.h"
 #include "run_options.h"
 
 namespace lockstep::tool {
 namespace {
 
 namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
 
 constexpr const char* kNoLogs = "/dev/null";  // torchrun's way to say that none are wanted
 
@@ -209,6 +214,104 @@ launch::RankLayout layout_of(const RunOptions& options, const launch::HostGenera
   layout.master_port = generation.master_port;
   layout.restart_count = generation.restarts;
   return layout;
+}
+
+constexpr const char* kBackends[] = {"static", "c10d", "etcd"};
+
+/// As Python has it: -N after signal N.
+Json exit_code_of(const launch::WorkerEvent& worker) {
+  if (!worker.end || worker.end->start_errno != 0) return {};
+  const int status = worker.end->wait_status;
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+/// torchrun's events, as lines of JSON on standard error with --event-log-handler console: the
+/// hosts have met (RENDEZVOUS), a worker starts or ends, this host's part ends. Three are ours: all
+/// ranks start again (RESTART); one is replaced while the others live on (REPLACEMENT); hosts have
+/// come or gone, or the others go on without one (MEMBERSHIP_CHANGE). Fields, and lists of one, are
+/// torchrun's; the times are set.
+class EventLog {
+ public:
+  /// `options` must outlive it.
+  explicit EventLog(const RunOptions& options) : options_(options) {}
+  /// The ranks are about to start. `live_on`: or some, beside those that live.
+  void begin(const launch::RankLayout& layout, bool live_on = false);
+  void tell(const launch::WorkerEvent& worker);
+  /// `error`: empty after a success.
+  void end(const std::string& error) const;
+
+ private:
+  void write(const std::string& state, const std::string& error,
+             const launch::WorkerEvent* worker) const;
+
+  const RunOptions& options_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  launch::RankLayout layout_;
+  bool begun_ = false;
+};
+
+void EventLog::begin(const launch::RankLayout& layout, bool live_on) {
+  const bool restarts = layout.restart_count > layout_.restart_count;
+  layout_ = layout;
+  const char* again = !restarts ? "MEMBERSHIP_CHANGE" : live_on ? "REPLACEMENT" : "RESTART";
+  write(std::exchange(begun_, true) ? again : "RENDEZVOUS", "", nullptr);
+}
+
+void EventLog::tell(const launch::WorkerEvent& worker) {
+  if (!worker.end) return write("START", "", &worker);
+  if (worker.end->succeeded()) return write("SUCCEEDED", "", &worker);
+  write(worker.end->after_stop ? "TERMINATED" : "FAILED", worker.error, &worker);
+  // On several hosts the next generation tells it.
+  if (!worker.others_go_on || options_.has_meeting()) return;
+  if (worker.is_replaced) ++layout_.restart_count;
+  write(worker.is_replaced ? "REPLACEMENT" : "MEMBERSHIP_CHANGE", "", nullptr);
+}
+
+void EventLog::end(const std::string& error) const {
+  write(error.empty() ? "SUCCEEDED" : "FAILED", error, nullptr);
+}
+
+void EventLog::write(const std::string& state, const std::string& error,
+                     const launch::WorkerEvent* worker) const {
+  if (options_.event_log != "console") return;
+  using namespace std::chrono;
+  char host[256] = "";
+  ::gethostname(host, sizeof host - 1);
+  Json details = {{"group_world_size", layout_.nodes},
+                  {"entry_point", fs::path(options_.program.front()).filename().string()}};
+  Json rank, id;
+  if (worker) {
+    rank = layout_.first_rank + worker->local_rank;
+    id = std::to_string(worker->pid);
+    details["local_rank"] = Json::array({worker->local_rank});
+    details["role_rank"] = Json::array({rank});
+    details["role_world_size"] = Json::array({layout_.world_size});
+    details["exit_code"] = Json::array({exit_code_of(*worker)});
+    details["worker_pid"] = Json::array({worker->pid});
+  }
+  const auto dump = [](const Json& json) {
+    return json.dump(-1, ' ', false, Json::error_handler_t::replace);
+  };
+  const auto now = system_clock::now().time_since_epoch();
+  const Json event = {
+      {"name", "torchelastic.worker.status." + state},
+      {"source", worker ? "WORKER" : "AGENT"},
+      {"timestamp", duration_cast<milliseconds>(now).count()},
+      {"metadata",
+       {{"run_id", options_.run_id},
+        {"global_rank", rank},
+        {"group_rank", layout_.node_rank},
+        {"worker_id", id},
+        {"role", options_.role},
+        {"hostname", host},
+        {"state", state},
+        {"total_run_time", duration_cast<seconds>(steady_clock::now() - started_).count()},
+        {"rdzv_backend", kBackends[static_cast<int>(options_.meeting.backend)]},
+        {"raw_error", error.empty() ? Json() : Json(dump({{"message", error}}))},
+        {"metadata", dump(details)},
+        {"agent_restarts", layout_.restart_count},
+        {"duration_ms", Json()}}}};
+  std::fputs((dump(event) + "\n").c_str(), stderr);
 }
 
 std::vector<launch::Binding> bindings_of(const RunOptions& options) {

@@ -366,11 +366,9 @@ const std::vector<Bench>& benches() {
 }
 
 const Bench& bench_named(const std::string& name) {
-  for (const Bench& bench : benches()) {
-    if (bench.name == name) return bench;
-  }
   expect_one_of("WHAT", name, bench_names());
-  throw UsageError("no benchmark " + name);
+  const auto is_named = [&](const Bench& bench) { return bench.name == name; };
+  return *std::find_if(benches().begin(), benches().end(), is_named);
 }
 
 std::optional<BenchOptions> parse_bench(const Bench& bench, const std::vector<std::string>& args) {
@@ -392,9 +390,6 @@ namespace {
 
 /// What `lockstep bench` without a known benchmark's name does: says which there are.
 void explain(const std::vector<std::string>& args) {
-  for (const auto& word : args) {
-    if (!word.starts_with('-')) expect_one_of("WHAT", word, bench_names());
-  }
   Cli cli(
       "lockstep bench",
       "Measures Lockstep on this machine, in fresh processes, and with --compare-python against "
@@ -429,11 +424,11 @@ int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
 
 int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return run_worker(args[1]);
-  for (const auto& bench : benches())
-    if (!args.empty() && args[0] == bench.name)
-      return run_benchmark(bench, {args.begin() + 1, args.end()});
-  explain(args);
-  return 0;
+  if (args.empty() || args[0].starts_with('-')) {
+    explain(args);
+    return 0;
+  }
+  return run_benchmark(bench_named(args[0]), {args.begin() + 1, args.end()});
 }
 
 }  // namespace

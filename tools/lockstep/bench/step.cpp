@@ -279,8 +279,8 @@ PlainJson scaling_worker(const PlainJson& config) {
   StepBench bench(config, world);
   const ModelInfo info = model_info(config.at("model"));
   const bool costly = info.per_token || c10::multiply_integers(info.input_shape) > 28 * 28;
-  const TensorDataset dataset =
-      bench.random_samples((costly ? kCostlySamples : kSamples) / bench.data_shares());
+  const TensorDataset dataset = bench.random_samples((costly ? kCostlySamples : kSamples) /
+                                                     bench.strategy().data_share().size);
   DataLoader loader = bench.make_loader(dataset);
   const int64_t steps = loader.batches_per_epoch();
   bench.profile(loader, std::min(steps, config.at("warmup").get<int64_t>()));

@@ -41,7 +41,6 @@ class StepBench {
   int64_t parameters() const;
   int64_t batch_size() const { return batch_; }
   Strategy& strategy() const { return part_->strategy(); }
-  int data_shares() const { return strategy().data_share().size; }
 
  private:
   void profiled_step(StepProfiler& profiler, DataLoader& loader);

@@ -122,20 +122,13 @@ void set(RunConfig& config, const Flag& flag, const toml::node& node, const std:
 }
 
 toml::table parsed(const std::filesystem::path& path) {
-  std::error_code ignored;
-  if (!std::filesystem::exists(path, ignored)) {
-    throw UsageError("--config " + path.string() + ": there is no such file",
-                     "a run's own configuration is config.toml in its --checkpoint-dir");
-  }
-  if (std::filesystem::is_directory(path, ignored)) {
-    throw UsageError("--config " + path.string() + ": this is a folder; a file is needed");
-  }
   constexpr size_t kMost = size_t{1} << 20;
   try {
     return toml::parse(read_file(path, kMost), path.string());
-  } catch (const DataError& error) {
-    throw UsageError("--config " + std::string(error.what()),
-                     "it must be TOML, with lines as in: max-epochs = 3, or: model = \"mlp\"");
+  } catch (const Error& error) {
+    throw UsageError("--config " + path.string() + ": " + error.what(),
+                     "it must be TOML, with lines as in: max-epochs = 3, or: model = \"mlp\"; a "
+                     "run's own is config.toml in its --checkpoint-dir");
   } catch (const toml::parse_error& error) {
     throw UsageError(path.string() + ", line " + std::to_string(error.source().begin.line) +
                          ": this is no TOML: " + std::string(error.description()),
@@ -248,14 +241,8 @@ bool rate_falls_to_the_end(const RunConfig& config) {
 }
 
 void check_torch_script(const RunConfig& config) {
-  const bool from_file = model_info(config.model).from_file;
-  if (from_file && config.strategy == "pipeline") {
-    throw UsageError(
-        "--strategy pipeline: a TorchScript model, " + config.model + ", cannot be cut into layers",
-        "take another strategy, such as fsdp");
-  }
   if (config.save_model.empty()) return;
-  if (!from_file) {
+  if (!model_info(config.model).from_file) {
     throw UsageError(
         "--save-model writes TorchScript, which the C++ model " + config.model + " cannot become",
         "--save-weights FILE.pt writes its weights. In Python a module of the same names takes "

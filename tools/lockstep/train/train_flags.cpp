@@ -83,21 +83,13 @@ void tell_of_ignored_devices(const RunConfig& config, const JobEnvironment& job)
   const int here = job.local_size > 0 ? job.local_size : job.world_size;
   // Variables that no launcher of ours or torchrun's has set may be left over, with any rank.
   const bool by_hand = job.launcher == "torchrun" && !env_string("TORCHELASTIC_RUN_ID");
-  const std::string place =
-      "rank " + std::to_string(job.rank) + " of " + std::to_string(job.world_size);
-  if (config.devices == here) {
-    if (by_hand) {
-      log_warning(
-          "this process is " + place +
-          ", by RANK and WORLD_SIZE of its environment, and waits for the others. To start all "
-          "ranks here, unset them");
-    }
-    return;
-  }
-  if (job.rank != 0 && !by_hand) return;
-  log_warning("--devices " + std::to_string(config.devices) +
-              " is ignored: by its environment variables this process is " + place +
-              ", started by " + job.launcher +
+  const bool ignores = config.devices != here && job.rank == 0;
+  if (!by_hand && !ignores) return;
+  log_warning("by its environment variables this process is rank " + std::to_string(job.rank) +
+              " of " + std::to_string(job.world_size) + ", started by " + job.launcher +
+              (config.devices == here
+                   ? ", and waits for the others"
+                   : ": --devices " + std::to_string(config.devices) + " is ignored") +
               ". Where no launcher has started it, unset them (RANK, WORLD_SIZE, ...)");
 }
 
