@@ -559,10 +559,6 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
   }
 }
 
-void launch(const LaunchPlan& plan) {
-  launch([&](int) { return plan; }, 0);
-}
-
 namespace {
 
 /// The host's part in a job of several hosts, from generation to generation.

@@ -133,8 +133,6 @@ struct WorkerFailure {
 /// - what `serve` throws, after the workers are gone.
 /// In each case no worker and no descendant of one is left.
 void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_restarts);
-/// One attempt.
-void launch(const LaunchPlan& plan);
 /// The same for a host of a job that several share: runs the workers whenever `agent` says so, and
 /// stops them when it says so. `plan_of` gives the plan of each generation in which workers start
 /// anew, with these `signals`.

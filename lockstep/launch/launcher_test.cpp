@@ -33,6 +33,10 @@ constexpr bool kHasSanitizersThread = false;
 using Clock = std::chrono::steady_clock;
 namespace fs = std::filesystem;
 
+void launch_once(const LaunchPlan& plan) {
+  launch([&](int) { return plan; }, 0);
+}
+
 class LauncherTest : public testing::Test {
  protected:
   /// Workers that run these shell scripts; $OUT is a folder of this test.
@@ -70,7 +74,7 @@ class LauncherTest : public testing::Test {
   }
   static std::string failure(const LaunchPlan& plan, int code) {
     try {
-      launch(plan);
+      launch_once(plan);
     } catch (const Error& error) {
       EXPECT_EQ(error.exit_code(), code);
       return error.what();
@@ -128,7 +132,7 @@ HostOrder generation(int64_t number) {
 
 TEST_F(LauncherTest, StreamsGoIntoTheirFilesByteForByte) {
   const std::string binary = R"(printf 'a\000b\r\nc'; printf e >&2; head -c 300000 /dev/zero)";
-  launch(plan({binary, "echo two"}));
+  launch_once(plan({binary, "echo two"}));
   EXPECT_EQ(content("0.out"), std::string("a\0b\r\nc", 6) + std::string(300'000, '\0'));
   EXPECT_EQ(content("0.err"), "e");
   EXPECT_EQ(content("1.out"), "two\n");
@@ -136,7 +140,7 @@ TEST_F(LauncherTest, StreamsGoIntoTheirFilesByteForByte) {
 
 TEST_F(LauncherTest, WorkersReadNothingAndHaveNoOtherDescriptors) {
   const UniqueFd leaked(::open("/dev/null", O_RDONLY));  // not close-on-exec
-  launch(plan({"cat; echo /proc/self/fd/*"}));
+  launch_once(plan({"cat; echo /proc/self/fd/*"}));
   const auto listed = content("0.out");
   // 0 to 2, and one that the shell itself opens while it expands the pattern.
   EXPECT_LE(std::count(listed.begin(), listed.end(), '/'), 4 * 4) << listed;
@@ -188,7 +192,7 @@ TEST_F(LauncherTest, TheCauseIsNotWhoLostAPeer) {
 
 TEST_F(LauncherTest, WhatAWorkerLeavesBehindEndsWithTheJob) {
   // Forks twice, changes session, forgets its environment.
-  launch(
+  launch_once(
       plan({"(setsid env -i /bin/sh -c 'echo $$ > '$OUT'/left; exec sleep 1000' &) ; "
             "until [ -s $OUT/left ]; do sleep 0.01; done"}));
   const pid_t left = std::stoi(content("left"));
@@ -197,7 +201,7 @@ TEST_F(LauncherTest, WhatAWorkerLeavesBehindEndsWithTheJob) {
 
 TEST_F(LauncherTest, WorkersIgnoreWhatABackgroundJobIgnores) {
   for (const int number : {SIGINT, SIGQUIT}) std::signal(number, SIG_IGN);
-  launch(plan({"kill -INT $$; kill -QUIT $$; echo on > $OUT/on"}));
+  launch_once(plan({"kill -INT $$; kill -QUIT $$; echo on > $OUT/on"}));
   for (const int number : {SIGINT, SIGQUIT}) std::signal(number, SIG_DFL);
   EXPECT_EQ(content("on"), "on\n");
 }
@@ -227,7 +231,7 @@ TEST_F(LauncherTest, NothingOutlivesALauncherThatIsKilled) {
   if (launcher == 0) {
     auto with_scratch = doomed;
     with_scratch.scratch = scratch;
-    launch(with_scratch);
+    launch_once(with_scratch);
     _exit(0);
   }
   ASSERT_TRUE(wait_for("a") && wait_for("b"));
@@ -255,7 +259,7 @@ TEST_F(LauncherTest, NorIfACopyOfTheLauncherLives) {
       std::ofstream(folder_.path() / "copy.tmp") << copy;
       fs::rename(folder_.path() / "copy.tmp", folder_.path() / "copy");
     }).detach();
-    launch(doomed);
+    launch_once(doomed);
     _exit(0);
   }
   ASSERT_TRUE(wait_for("copy"));
@@ -391,7 +395,7 @@ TEST_F(LauncherTest, ABodyRunsAsAProgramOfItsOwnWould) {
   if (kHasSanitizersThread) GTEST_SKIP() << "ThreadSanitizer has a thread of its own";
   ASSERT_TRUE(forks_can_go_on());
   const auto comm = read_file("/proc/self/comm");
-  launch(job);
+  launch_once(job);
   unsetenv("LOCKSTEP_TEST_TAKEN_AWAY");
   EXPECT_EQ(content("0.out"),
             comm + " y (null) 1 0 1 -1\n" + read_file("/proc/self/cmdline").c_str());
@@ -419,7 +423,7 @@ TEST_F(LauncherTest, ABodyEndsWithALauncherThatIsKilled) {
       while (true) pause();
       return 0;
     };
-    launch(job);
+    launch_once(job);
     _exit(0);
   }
   ASSERT_TRUE(wait_for("pid"));
@@ -448,7 +452,7 @@ TEST_F(LauncherTest, LinesWithTheRanksOwnMarkGetNoSecondPrefix) {
   marked.workers[0].prefix = "[rank0]: ";
   marked.out_copies = {folder_.path() / "copies", {"warn", "plain"}};
   testing::internal::CaptureStdout();
-  launch(marked);
+  launch_once(marked);
   EXPECT_EQ(testing::internal::GetCapturedStdout(),
             "[rank0] warning: x\n[rank0]: [rank1] other\n[rank0]: plain\n");
   EXPECT_EQ(content("copies"), "[rank0] warning: x\n[rank0]: plain\n");

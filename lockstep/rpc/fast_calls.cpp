@@ -18,9 +18,6 @@ std::shared_ptr<CallState> FastPath::call(int to, const Signature& signature,
   auto state = std::make_shared<CallState>(CallState::Ends::by_itself, weak_from_this());
   const auto number = enter({to, state, Clock::now() + timeout, what, signature.types});
   if (!number) return nullptr;
-  state->on_cancel([self = weak_from_this(), number = *number] {
-    if (const auto path = self.lock()) path->take_pending(number);
-  });
   if (link_->send(to, {static_cast<uint32_t>(Kind::request), *number}, bytes)) return state;
   take_pending(*number);
   return nullptr;

@@ -31,7 +31,6 @@ bool CallState::finish(at::IValue value, std::exception_ptr error) {
     error_ = std::move(error);
     done_.store(true, std::memory_order_seq_cst);
     callbacks.swap(callbacks_);
-    cancel_ = nullptr;
     changed_.notify_all();
   }
   counted.reset();
@@ -80,29 +79,16 @@ void CallState::hold_until_done(std::shared_ptr<void> counted) {
   if (!done_) counted_ = std::move(counted);
 }
 
-void CallState::on_cancel(std::function<void()> cancel) {
-  const std::lock_guard lock(mutex_);
-  if (!done_) cancel_ = std::move(cancel);
-}
-
 bool CallState::cancel() {
-  std::function<void()> cancel;
-  {
-    const std::lock_guard lock(mutex_);
-    cancel.swap(cancel_);
-  }
-  if (!fail(std::make_exception_ptr(CancelledError("rpc: the call was cancelled")))) return false;
-  if (cancel) cancel();
-  return true;
+  return fail(std::make_exception_ptr(CancelledError("rpc: the call was cancelled")));
 }
 
-std::shared_ptr<PromisedState> promised_state() {
-  return std::make_shared<PromisedState>(std::make_shared<CallState>(CallState::Ends::perhaps_not));
-}
-
-PromisedState::~PromisedState() {
-  state->fail(std::make_exception_ptr(
-      CancelledError("rpc: all promises of a result are gone, and none has given it")));
+std::shared_ptr<CallState> promised_state() {
+  const auto state = std::make_shared<CallState>(CallState::Ends::perhaps_not);
+  return {state.get(), [state](CallState*) {
+            state->fail(std::make_exception_ptr(
+                CancelledError("rpc: all promises of a result are gone, and none has given it")));
+          }};
 }
 
 std::shared_ptr<CallState> all_states(const std::vector<std::shared_ptr<CallState>>& states) {

@@ -77,8 +77,6 @@ class CallState : public std::enable_shared_from_this<CallState> {
   void when_done(std::function<void()> callback);
   /// Lets go of it as soon as it is done, before callbacks run. Its end must be quick.
   void hold_until_done(std::shared_ptr<void> counted);
-  /// What `cancel` does before the state fails.
-  void on_cancel(std::function<void()> cancel);
   bool cancel();
 
  private:
@@ -92,20 +90,12 @@ class CallState : public std::enable_shared_from_this<CallState> {
   at::IValue value_;
   std::exception_ptr error_;
   std::vector<std::function<void()>> callbacks_;
-  std::function<void()> cancel_;
   std::shared_ptr<void> counted_;
 };
 
-/// A state that its promises are to complete.
-struct PromisedState {
-  const std::shared_ptr<CallState> state;
-  explicit PromisedState(std::shared_ptr<CallState> its) : state(std::move(its)) {}
-  /// The last promise is gone: fails the state, unless it is done.
-  ~PromisedState();
-  PromisedState(const PromisedState&) = delete;
-  PromisedState& operator=(const PromisedState&) = delete;
-};
-std::shared_ptr<PromisedState> promised_state();
+/// A state that its promises are to complete. The end of this pointer's last copy fails it, unless
+/// it is done.
+std::shared_ptr<CallState> promised_state();
 
 template <class T>
 struct IsFuture : std::false_type {};
@@ -187,19 +177,17 @@ template <class T>
 class Promise {
  public:
   Promise() : state_(detail::promised_state()) {}
-  Future<T> future() const { return Future<T>(state_->state); }
+  Future<T> future() const { return Future<T>(state_->shared_from_this()); }
   /// Only the first of these counts; returns false for the others.
   template <class U = T>
   requires(!std::is_void_v<U>) bool set_value(U value) const {
-    return state_->state->complete(Value<T>::to(std::move(value)));
+    return state_->complete(Value<T>::to(std::move(value)));
   }
-  bool set_value() const requires std::is_void_v<T> { return state_->state->complete({}); }
-  bool set_exception(std::exception_ptr error) const {
-    return state_->state->fail(std::move(error));
-  }
+  bool set_value() const requires std::is_void_v<T> { return state_->complete({}); }
+  bool set_exception(std::exception_ptr error) const { return state_->fail(std::move(error)); }
 
  private:
-  std::shared_ptr<detail::PromisedState> state_;
+  std::shared_ptr<detail::CallState> state_;
 };
 
 namespace detail {

@@ -107,17 +107,5 @@ void GuardedAgent::startImpl() {
 void GuardedAgent::shutdownImpl() {
   inner_->shutdown();
 }
-void GuardedAgent::join(bool shutdown, float timeout_s) {
-  inner_->join(shutdown, timeout_s);
-}
-std::unordered_map<std::string, std::string> GuardedAgent::getMetrics() {
-  return inner_->getMetrics();
-}
-GuardedAgent::DeviceMap GuardedAgent::getDeviceMap(const WorkerInfo& to) const {
-  return inner_->getDeviceMap(inner_->getWorkerInfo(inner_name(to.id_)));
-}
-const std::vector<c10::Device>& GuardedAgent::getDevices() const {
-  return inner_->getDevices();
-}
 
 }  // namespace lockstep::rpc::detail

@@ -132,13 +132,13 @@ std::vector<CarriedReference> references_in(const native::Message& message) {
   return ReferenceReader(payload).run();
 }
 
-void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool owned) {
+void ReferenceHolders::add(int worker, const Id& reference, const Id& fork) {
   if (worker == self_) return;
   bool gone = false;
   {
     const std::lock_guard lock(mutex_);
     forks_.erase(fork);
-    forks_.emplace(fork, Held{worker, reference, owned});
+    forks_.emplace(fork, Held{worker, reference});
     gone = gone_.count(worker) > 0;
   }
   if (gone) release(worker);
@@ -146,27 +146,20 @@ void ReferenceHolders::add(int worker, const Id& reference, const Id& fork, bool
 
 void ReferenceHolders::add(int worker, const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    add(worker, c.reference, c.fork, c.owner == self_);
+    if (c.owner == self_) add(worker, c.reference, c.fork);
   }
 }
 
 void ReferenceHolders::take_back(const std::vector<CarriedReference>& carried) {
   for (const auto& c : carried) {
-    remove(c.reference, c.fork);
+    remove(c.fork);
     forget_fork(c.reference, c.fork);
   }
 }
 
-void ReferenceHolders::accepted(const Id& fork) {
+void ReferenceHolders::remove(const Id& fork) {
   const std::lock_guard lock(mutex_);
-  const auto found = forks_.find(fork);
-  if (found != forks_.end() && !found->second.owned) forks_.erase(found);
-}
-
-void ReferenceHolders::remove(const Id& reference, const Id& fork) {
-  const std::lock_guard lock(mutex_);
-  const auto found = forks_.find(fork);
-  if (found != forks_.end() && found->second.reference == reference) forks_.erase(found);
+  forks_.erase(fork);
 }
 
 void ReferenceHolders::add_context(int64_t context) {

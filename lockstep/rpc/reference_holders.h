@@ -35,14 +35,13 @@ class ReferenceHolders {
 
   explicit ReferenceHolders(int self) : self_(self) {}
 
-  /// The worker has the fork, or is being sent it. `owned`: of what is here.
-  void add(int worker, const Id& reference, const Id& fork, bool owned = true);
+  /// The worker has the fork of what is here, or is being sent it.
+  void add(int worker, const Id& reference, const Id& fork);
+  /// The worker is sent these, of which those of others do not count.
   void add(int worker, const std::vector<CarriedReference>& carried);
   /// A message with these was not sent.
   void take_back(const std::vector<CarriedReference>& carried);
-  /// The worker says that it has what it was sent. From now on it is its owner's.
-  void accepted(const Id& fork);
-  void remove(const Id& reference, const Id& fork);
+  void remove(const Id& fork);
   /// A context came here that some worker has made; its number says which.
   void add_context(int64_t context);
   void remove_context(int64_t context);
@@ -54,7 +53,6 @@ class ReferenceHolders {
   struct Held {
     int worker = 0;
     Id reference;
-    bool owned = true;
   };
 
   const int self_;

@@ -116,14 +116,9 @@ class RequestHandler final : public native::RequestCallbackNoPython {
         holders.add(sender, fork->rrefId(), fork->forkId());
         break;
       }
-      case native::MessageType::RREF_CHILD_ACCEPT:
-        holders.accepted(native::RRefChildAccept::fromMessage(request)->forkId());
+      case native::MessageType::RREF_USER_DELETE:
+        holders.remove(native::RRefUserDelete::fromMessage(request)->forkId());
         break;
-      case native::MessageType::RREF_USER_DELETE: {
-        const auto fork = native::RRefUserDelete::fromMessage(request);
-        holders.remove(fork->rrefId(), fork->forkId());
-        break;
-      }
       case native::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
         holders.remove_context(
             torch::distributed::autograd::CleanupAutogradContextReq::fromMessage(request)
