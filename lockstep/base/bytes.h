@@ -22,10 +22,10 @@ class ByteWriter {
     count(value.size());
     bytes_ += value;
   }
-  template <class T>
-  void numbers(const std::vector<T>& values) {
+  template <class Range>
+  void numbers(const Range& values) {
     count(values.size());
-    for (const T value : values) number(value);
+    for (const auto value : values) number(value);
   }
   const std::string& bytes() const { return bytes_; }
 

@@ -65,17 +65,14 @@ std::string number_of(int rank, const RankNames& names) {
   return std::to_string(known ? names[static_cast<size_t>(rank)] : rank);
 }
 
-std::string describe_all(const std::vector<TensorSignature>& tensors) {
+std::string describe_all(const TensorSignatures& tensors) {
   if (tensors.empty()) return "no tensor";
   if (tensors.size() == 1) return describe(tensors[0]);
   const bool alike = std::all_of(tensors.begin(), tensors.end(),
                                  [&](const TensorSignature& t) { return t == tensors[0]; });
   if (alike) return std::to_string(tensors.size()) + " x " + describe(tensors[0]);
-  constexpr size_t kShown = 8;
   std::vector<std::string> parts;
-  for (size_t i = 0; i < std::min(tensors.size(), kShown); ++i)
-    parts.push_back(describe(tensors[i]));
-  if (tensors.size() > kShown) parts.push_back("... " + std::to_string(tensors.size()) + " in all");
+  for (const auto& tensor : tensors) parts.push_back(describe(tensor));
   return "(" + join(parts, ", ") + ")";
 }
 
@@ -94,7 +91,7 @@ std::string head(const CallSignature& call, const RankNames& names) {
   return text;
 }
 
-void write(ByteWriter& out, const std::vector<TensorSignature>& tensors) {
+void write(ByteWriter& out, const TensorSignatures& tensors) {
   out.count(tensors.size());
   for (const auto& tensor : tensors) {
     out.number(tensor.dtype);
@@ -102,11 +99,11 @@ void write(ByteWriter& out, const std::vector<TensorSignature>& tensors) {
   }
 }
 
-std::vector<TensorSignature> read_tensors(ByteReader& in) {
-  std::vector<TensorSignature> tensors;
+TensorSignatures read_tensors(ByteReader& in) {
+  TensorSignatures tensors;
   in.times([&] {
     const auto dtype = in.number<c10::ScalarType>();
-    tensors.push_back({dtype, in.numbers<int64_t>()});
+    tensors.push_back({dtype, at::DimVector(in.numbers<int64_t>())});
   });
   return tensors;
 }
@@ -119,11 +116,11 @@ std::string_view operation_name(Operation operation) {
 
 TensorSignature signature_of(const at::Tensor& tensor) {
   if (!tensor.defined()) return {c10::ScalarType::Undefined, {}};
-  return {tensor.scalar_type(), tensor.sizes().vec()};
+  return {tensor.scalar_type(), at::DimVector(tensor.sizes())};
 }
 
-std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensors) {
-  std::vector<TensorSignature> result;
+TensorSignatures signatures_of(at::ArrayRef<at::Tensor> tensors) {
+  TensorSignatures result;
   result.reserve(tensors.size());
   for (const auto& tensor : tensors) result.push_back(signature_of(tensor));
   return result;

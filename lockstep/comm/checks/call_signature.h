@@ -1,6 +1,8 @@
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <exception>
@@ -16,20 +18,24 @@ namespace lockstep {
 
 struct TensorSignature {
   c10::ScalarType dtype;
-  std::vector<int64_t> shape;
+  at::DimVector shape;
   bool operator==(const TensorSignature&) const = default;
 };
+/// One tensor of few dimensions takes no memory of its own.
+using TensorSignatures = c10::SmallVector<TensorSignature, 1>;
 
 /// What one rank called, as far as the ranks must agree on it.
 struct CallSignature {
   Operation operation = Operation::barrier;
-  int reduction = -1;     ///< c10d::ReduceOp::RedOpType; -1: none.
-  int root = -1;          ///< Rank of the group; -1: none. Of a message the other rank.
-  uint64_t sequence = 0;  ///< Of the group's collectives, from 1. Of a message that of its channel.
-  std::vector<TensorSignature> inputs{};   ///< What this rank gives.
-  std::vector<TensorSignature> outputs{};  ///< What it gets, where the ranks' views of it differ.
-  std::vector<int64_t> input_splits{};     ///< all_to_all_single: rows for each rank.
-  std::vector<int64_t> output_splits{};    ///< Likewise, from each rank.
+  int reduction = -1;  ///< c10d::ReduceOp::RedOpType; -1: none.
+  int root = -1;       ///< Rank of the group; -1: none. Of a message the other rank.
+  /// How many collectives of the group this rank has called by now. Where messages are compared:
+  /// the number of the message in its channel, from 1.
+  uint64_t sequence = 0;
+  TensorSignatures inputs{};             ///< What this rank gives.
+  TensorSignatures outputs{};            ///< What it gets, where the ranks' views of it differ.
+  std::vector<int64_t> input_splits{};   ///< all_to_all_single: rows for each rank.
+  std::vector<int64_t> output_splits{};  ///< Likewise, from each rank.
 
   bool is_message() const { return operation >= Operation::send; }
   /// The other rank of a message; -1 for a collective, and for a receive from any.
@@ -38,7 +44,7 @@ struct CallSignature {
 
 /// Of an undefined tensor: no dtype and no shape.
 TensorSignature signature_of(const at::Tensor& tensor);
-std::vector<TensorSignature> signatures_of(const std::vector<at::Tensor>& tensors);
+TensorSignatures signatures_of(at::ArrayRef<at::Tensor> tensors);
 
 /// Ranks of the group, by their number in the default group.
 using RankNames = std::vector<int>;

@@ -28,17 +28,13 @@ constexpr size_t kLongestWord = 400;
 /// On a machine with work for all its processors. It took up to 40 ms.
 constexpr std::chrono::milliseconds kSeenAfterItsSockets{200};
 
-/// What of a text is told.
-std::string word_for(const std::string& text) {
-  return text.substr(0, std::min(text.find('\n'), kLongestWord));
-}
-
 std::string failed_key(int rank) {
   return "failed/" + std::to_string(rank);
 }
 std::string end_key(int rank) {
   return "end/" + std::to_string(rank);
 }
+constexpr const char* kEndsKey = "ends";  ///< How many have told theirs.
 }  // namespace
 
 CheckContext::CheckContext(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -56,10 +52,11 @@ CheckContext::CheckContext(const c10::intrusive_ptr<c10d::Store>& store, int ran
 
 CheckContext::~CheckContext() = default;
 
-void CheckContext::tell(const std::string& key, const std::string& word) noexcept {
+void CheckContext::tell(const std::string& key, const std::string& word, bool is_end) noexcept {
   const QuietNativeLog quiet;
   try {
     store_->set(key, word);
+    if (is_end) store_->add(kEndsKey, 1);
   } catch (const std::exception&) {  // The store is lost, which is told by whoever asks it.
   }
 }
@@ -85,14 +82,13 @@ bool CheckContext::all_announced() {
   return store().check(keys);
 }
 
-void CheckContext::tell_failed(const std::string& text, bool known) noexcept {
-  const std::string word = word_for(text);
+void CheckContext::tell_failed(const std::string& text) noexcept {
+  const std::string word = text.substr(0, std::min(text.find('\n'), kLongestWord));
   {
     const std::lock_guard lock(mutex_);
     told_ = word;
-    told_cause_ = known;
   }
-  tell(failed_key(rank_), (known ? "!" : "?") + word);
+  tell(failed_key(rank_), word);
 }
 
 std::string CheckContext::told() const {
@@ -100,21 +96,19 @@ std::string CheckContext::told() const {
   return told_;
 }
 
-std::optional<CheckContext::Word> CheckContext::word_of(int rank) {
+std::optional<std::string> CheckContext::word_of(int rank) {
   const QuietNativeLog quiet;
   if (!store().check({failed_key(rank)})) return std::nullopt;
-  const std::string word = store().get_to_str(failed_key(rank));
-  return Word{word.substr(1), word[0] == '!'};
+  return store().get_to_str(failed_key(rank));
 }
 
-Failure CheckContext::tell_end(Failure::Kind kind, int64_t steps) noexcept {
+void CheckContext::tell_end(Failure::Kind kind, int64_t steps) noexcept {
   const std::string failed = told();
   if (kind == Failure::Kind::closed && steps > 0 && failed.empty()) kind = Failure::Kind::left;
   Failure end = failure_of(rank_, kind);
   end.ranks[0].steps = steps;
-  if (kind == Failure::Kind::gave_up && !failed.empty()) end.detail = "; it failed in " + failed;
-  if (!has_told_end_.exchange(true)) tell(end_key(rank_), encode(end));
-  return end;
+  if (!failed.empty()) end.detail = "; it failed in " + failed;
+  if (!has_told_end_.exchange(true)) tell(end_key(rank_), encode(end), true);
 }
 
 std::optional<Failure> CheckContext::known_end(int rank) {
@@ -199,6 +193,14 @@ std::vector<int> CheckContext::ended(const std::vector<int>& ranks) {
   return result;
 }
 
+std::vector<int> CheckContext::gone() {
+  const bool some_told = read_number(kEndsKey) > 0;
+  std::vector<int> ranks = others();
+  std::erase_if(ranks,
+                [&](int rank) { return ended({rank}).empty() && !(some_told && told_end(rank)); });
+  return ranks;
+}
+
 Failure::Rank CheckContext::member(int group_rank, Failure::Kind kind) const {
   return {.number = names_[static_cast<size_t>(group_rank)],
           .kind = kind,
@@ -220,20 +222,22 @@ std::optional<Failure> CheckContext::seen_failure() const {
 }
 
 Failure CheckContext::end_of(const std::vector<int>& ranks) {
-  Failure ended, left;
+  Failure lost, left;
   for (int rank : ranks) {
-    if (has_left_its_loop(rank)) {
-      left.add(*known_end(rank));
+    const auto told = told_end(rank);
+    const bool has_left = told && told->kind == Failure::Kind::left;
+    if (has_left || (told && ended({rank}).empty())) {
+      (has_left ? left : lost).add(*told);
       continue;
     }
-    ended.add(failure_of(rank, Failure::Kind::ended));
+    lost.add(failure_of(rank, Failure::Kind::ended));
     try {
       if (const auto word = word_of(rank))
-        ended.detail += "; " + rank_list({rank}, names_) + " failed in " + word->text;
+        lost.detail += "; " + rank_list({rank}, names_) + " failed in " + *word;
     } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
     }
   }
-  return ended.ranks.empty() ? left : ended;
+  return lost.ranks.empty() ? left : lost;
 }
 
 std::exception_ptr CheckContext::store_lost(const std::string& what) {
@@ -246,11 +250,7 @@ std::exception_ptr CheckContext::store_lost(const std::string& what) {
     failure.ranks = why->ranks;
     failure.cause = std::make_shared<const Failure>(*why);
   }
-  const bool has_told_cause = [this] {
-    const std::lock_guard lock(mutex_);
-    return told_cause_;
-  }();
-  if (!has_told_cause) tell_failed(text, /*known=*/true);
+  if (told().empty()) tell_failed(text);
   return failure_error(me() + ": " + text + " [" + native + "]", failure);
 }
 

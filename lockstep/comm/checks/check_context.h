@@ -51,22 +51,18 @@ class CheckContext {
 
   /// Whether all ranks have announced themselves (see announce_checks). Asks the store.
   bool all_announced();
-  /// Tells the other ranks in what this one failed, and, when it is `known`, why. Never throws.
-  void tell_failed(const std::string& text, bool known) noexcept;
+  /// Tells the other ranks in what this one failed, and why as far as it knows. Never throws.
+  void tell_failed(const std::string& text) noexcept;
   /// What this rank told last, also when the store was lost. Empty when it told nothing. Never
   /// blocks.
   std::string told() const;
   /// What another rank told so. None when it told nothing. Asks the store.
-  struct Word {
-    std::string text;
-    bool known = false;
-  };
-  std::optional<Word> word_of(int rank);
+  std::optional<std::string> word_of(int rank);
 
   /// Tells the other ranks how this one leaves the group: `closed` in order, or `gave_up`, with
   /// what it failed in. Who closes it after `steps` of its loop, and has not failed, has `left`.
-  /// Gives that. Only the first call counts. Never throws.
-  Failure tell_end(Failure::Kind kind, int64_t steps = 0) noexcept;
+  /// Only the first call counts. Never throws.
+  void tell_end(Failure::Kind kind, int64_t steps = 0) noexcept;
   /// What a rank told so, whose process may live on. None when it told nothing so, or where the
   /// store is lost. Asks the store until it is known.
   std::optional<Failure> told_end(int rank);
@@ -92,16 +88,19 @@ class CheckContext {
   /// Of `ranks`, those whose process has ended, as far as it can be seen from this host. Asks the
   /// store for identities that it does not know yet. Never throws.
   std::vector<int> ended(const std::vector<int>& ranks);
+  /// The other ranks whose process has ended, or that have told how they leave the group. Asks the
+  /// store.
+  std::vector<int> gone();
   std::vector<int> others() const;
   /// The error of `what` ("send(to rank 1) in group '0'"), which found the store lost. With it is
   /// named the failure that the failure callback finds, or else the ranks of this host that have
-  /// ended. Told as `tell_failed` unless this rank has told a cause before. Call it in the handler
-  /// of the store's error. It asks no store. The first call waits up to 200 ms for the end of the
-  /// job's rank 0, which may hold the store.
+  /// ended. Told as `tell_failed` unless this rank has told something before. Call it in the
+  /// handler of the store's error. It asks no store. The first call waits up to 200 ms for the end
+  /// of the job's rank 0, which may hold the store.
   std::exception_ptr store_lost(const std::string& what);
-  /// That these ranks have ended. Where one told before in what it failed, that is added: the first
-  /// cause may be another rank. Ranks that left after their loops count only where no other is
-  /// among these. Asks the store. Never throws.
+  /// That these ranks have ended or left the group. Where one told before in what it failed, that
+  /// is added: the first cause may be another rank. Ranks that left after their loops count only
+  /// where no other is among these. Asks the store. Never throws.
   Failure end_of(const std::vector<int>& ranks);
   /// The numbers of this rank and the other side of a message.
   std::vector<int> ranks_of_message(int peer) const {
@@ -112,7 +111,7 @@ class CheckContext {
   Failure failure_of(int group_rank, Failure::Kind kind) const;
 
  private:
-  void tell(const std::string& key, const std::string& word) noexcept;
+  void tell(const std::string& key, const std::string& word, bool is_end = false) noexcept;
   std::optional<Failure> known_end(int rank);
   std::string identity_of(int rank);
   std::string known_identity(int rank) const;
@@ -135,7 +134,6 @@ class CheckContext {
 
   mutable std::mutex mutex_;  ///< Never held while anything is waited for; guards the next four.
   std::string told_;
-  bool told_cause_ = false;
   std::vector<std::string> identities_;       ///< Empty text: not known.
   std::vector<std::optional<Failure>> ends_;  ///< How ranks are known to have left the group.
 

@@ -59,7 +59,7 @@ TEST(CheckContext, RequestsToALostStoreFailAtOnce) {
       EXPECT_TRUE(is_store_lost(error)) << error.what();
     }
   }
-  context->tell_failed("all_reduce", /*known=*/true);
+  context->tell_failed("all_reduce");
   EXPECT_EQ(context->told(), "all_reduce");
   EXPECT_TRUE(context->ended({1}).empty());
   EXPECT_FALSE(context->told_end(1));
@@ -80,12 +80,12 @@ TEST(CheckContext, HowARankLeftIsToldOnce) {
   EXPECT_TRUE(here->has_left_its_loop(1));
   EXPECT_EQ(here->told_end(1)->ranks[0].steps, 287);
   const auto failed = context(2);
-  failed->tell_failed("all_reduce", /*known=*/true);
+  failed->tell_failed("all_reduce");
   failed->tell_end(Failure::Kind::closed, 287);
   failed->tell_end(Failure::Kind::gave_up);
   EXPECT_EQ(here->told_end(2)->kind, Failure::Kind::closed) << "who failed did not leave";
   const auto gave_up = context(3);
-  gave_up->tell_failed("barrier", /*known=*/true);
+  gave_up->tell_failed("barrier");
   gave_up->tell_end(Failure::Kind::gave_up);
   EXPECT_EQ(here->told_end(3)->kind, Failure::Kind::gave_up);
   EXPECT_THAT(here->told_end(3)->detail, ::testing::HasSubstr("barrier"));
@@ -109,7 +109,7 @@ TEST(CheckContext, WhoWasSilentIsNamedBesideARankThatGaveUp) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckContext context(store, 0, 3, RankNames{}, "default", seconds(60));
   CheckContext other(store, 1, 3, RankNames{}, "default", seconds(60));
-  other.tell_failed("send(to rank 0)", /*known=*/false);
+  other.tell_failed("send(to rank 0)");
   const CallSignature call{.operation = Operation::recv_any};
   const auto failure_after = [&](bool given_up) {
     context.set_failure_callback([given_up] {
@@ -154,10 +154,9 @@ TEST(CheckContext, ALostStoreIsToldWithWhatIsSeenOfTheOthers) {
 TEST(CheckContext, ALostStoreIsTheCauseUnlessThereWasOneBefore) {
   CheckContext context(c10::make_intrusive<c10d::HashStore>(), 0, 2, RankNames{}, "default",
                        seconds(60));
-  context.tell_failed("recv(from rank 1)", /*known=*/false);
   lost_store(context);
   EXPECT_EQ(context.told(), "send(to rank 1) in group 'default' lost the store");
-  context.tell_failed("rank 1 has ended", /*known=*/true);
+  context.tell_failed("rank 1 has ended");
   lost_store(context);
   EXPECT_EQ(context.told(), "rank 1 has ended");
 }

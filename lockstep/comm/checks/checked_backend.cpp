@@ -1,6 +1,8 @@
 #include "lockstep/comm/checks/checked_backend.h"
 
 #include <ATen/core/ivalue.h>
+#include <c10/util/ScopeExit.h>
+#include <c10/util/accumulate.h>
 
 #include <algorithm>
 #include <atomic>
@@ -30,10 +32,7 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Milliseconds = std::chrono::milliseconds;
 
-bool is_reduce_scatter(Operation operation) {
-  return operation == Operation::reduce_scatter || operation == Operation::reduce_scatter_tensor ||
-         operation == Operation::reduce_scatter_tensor_coalesced;
-}
+constexpr uint64_t kFirstCollectives = 10;  ///< Compared at `info`.
 
 bool is_flat(const Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_contiguous();
@@ -61,19 +60,9 @@ struct Arguments {
     return output_lists ? flattened(*output_lists) : outputs.size() > 1 ? outputs.vec() : Tensors();
   }
 
-  void describe(RecordedCall& call) const {
-    const auto add = [](RecordedTensors& all, auto some, const TensorLists* lists) {
-      if (!lists) return all.add(some);
-      for (const Tensors& list : *lists) all.add(list);
-    };
-    add(call.inputs, inputs, input_lists);
-    add(call.outputs, outputs, output_lists);
-    if (call.outputs.empty()) call.outputs = call.inputs;
-  }
-
   void describe(CallSignature& call) const {
-    call.inputs = signatures_of(input_lists ? flattened(*input_lists) : inputs.vec());
-    call.outputs = signatures_of(output_lists ? flattened(*output_lists) : outputs.vec());
+    call.inputs = input_lists ? signatures_of(flattened(*input_lists)) : signatures_of(inputs);
+    call.outputs = output_lists ? signatures_of(flattened(*output_lists)) : signatures_of(outputs);
     if (input_splits) call.input_splits = *input_splits;
     if (output_splits) call.output_splits = *output_splits;
   }
@@ -244,8 +233,8 @@ class CheckedBackend final : public c10d::Backend {
   WorkPtr endCoalescing() override {
     coalescing_ = false;
     return converted([&] {
-      return issued([] { return CallSignature{.operation = Operation::coalesced}; },
-                    c10d::kUnsetTimeout, [&] { return inner_->endCoalescing(); });
+      return issued({.operation = Operation::coalesced}, c10d::kUnsetTimeout,
+                    [&] { return inner_->endCoalescing(); });
     });
   }
 
@@ -268,17 +257,14 @@ class CheckedBackend final : public c10d::Backend {
 
  private:
   void tell_end(Failure::Kind kind) {
-    p2p_checks_.close();
-    checks_.tell_end(context_->tell_end(kind, options_.steps ? options_.steps->load() : 0));
+    context_->tell_end(kind, options_.steps ? options_.steps->load() : 0);
   }
 
   /// How many of the group's first collectives are compared.
   uint64_t comparison_limit() const {
     if (getSize() == 1 || options_.debug == DebugLevel::off) return 0;
     if (options_.debug == DebugLevel::detail) return RankChecks::kAll;
-    return options_.needs_comparison
-               ? static_cast<uint64_t>(std::max(0, options_.first_collectives))
-               : 0;
+    return options_.needs_comparison ? kFirstCollectives : 0;
   }
 
   Milliseconds timeout_of(Milliseconds given) const {
@@ -303,35 +289,29 @@ class CheckedBackend final : public c10d::Backend {
     return lists;
   }
 
-  /// Runs a call with a note in the flight recorder.
-  template <class Run>
-  WorkPtr noted(RecordedCall& call, const Arguments& arguments, Run run) {
-    if (recorded_as_) {
-      call.group = *recorded_as_;
-      arguments.describe(call);
-    }
-    return recorded(recorded_as_.has_value(), call, run);
-  }
-
-  /// Makes a call by `issue`. Its error, and those of its work, become ours. `describe` makes its
-  /// signature, where an error or a work needs it.
-  template <class Describe, class Issue>
-  WorkPtr issued(Describe describe, Milliseconds timeout, Issue issue) {
+  /// Makes a call by `issue`, with a note in the flight recorder where that is wanted. Its error,
+  /// and those of its work, become ours.
+  template <class Issue>
+  WorkPtr issued(const CallSignature& call, Milliseconds timeout, Issue issue) {
+    FlightRecorder& recorder = FlightRecorder::of_process();
+    const bool noted = recorded_as_ && call.operation != Operation::coalesced;
+    const uint64_t number = noted ? recorder.begin(*recorded_as_, call) : 0;
+    const auto begun = c10::make_scope_exit([noted] {
+      if (noted) FlightRecorder::begun();
+    });
     WorkPtr work;
     try {
       work = issue();
     } catch (...) {
-      std::rethrow_exception(
-          translate_failure(std::current_exception(), *context_, describe(), timeout_of(timeout)));
+      const auto error =
+          translate_failure(std::current_exception(), *context_, call, timeout_of(timeout));
+      recorder.end(number, error);
+      std::rethrow_exception(error);
     }
+    if (!work) recorder.end(number, nullptr);
     if (!work || options_.names_failures) return work;
-    CallSignature call = describe();
-    const auto watch = !options_.misses_deaths || is_reduce_scatter(call.operation)
-                           ? WorkWatch::none
-                       : call.is_message() ? WorkWatch::limit
-                                           : WorkWatch::deaths;
-    return make_checked_work(std::move(work), context_, std::move(call), timeout_of(timeout),
-                             watch);
+    return make_checked_work(std::move(work), context_, call, timeout_of(timeout),
+                             options_.misses_deaths);
   }
 
   /// Runs a call. The caller gets its error, and that of the work which it gives, as
@@ -355,39 +335,29 @@ class CheckedBackend final : public c10d::Backend {
   template <class CallOptions, class Issue>
   WorkPtr collective(Operation operation, const CallOptions& opts, const Arguments& arguments,
                      Issue issue) {
-    const auto run = [&] {
+    return converted([&] {
       expect_apart(operation, arguments.results(operation));
-      RecordedCall record;
-      record.operation = operation;
-      record.sequence = sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+      CallSignature call{.operation = operation, .sequence = ++sequence_};
       if constexpr (requires { opts.reduceOp; })
-        record.reduction = static_cast<int>(opts.reduceOp.op_);
-      if constexpr (requires { opts.rootRank; }) record.root = static_cast<int>(opts.rootRank);
-      const auto describe = [&] {
-        CallSignature call{.operation = operation,
-                           .reduction = record.reduction,
-                           .root = record.root,
-                           .sequence = record.sequence};
-        arguments.describe(call);
-        return call;
+        call.reduction = static_cast<int>(opts.reduceOp.op_);
+      if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
+      arguments.describe(call);
+      const auto run = [&] {
+        return issued(call, opts.timeout, [&] {
+          if (checks_.compares(call.sequence)) checks_.compare(call, timeout_of(opts.timeout));
+          return issue();
+        });
       };
-      return noted(record, arguments, [&] {
-        if (checks_.compares(record.sequence))
-          checks_.compare(describe(), timeout_of(opts.timeout));
-        return issued(describe, opts.timeout, issue);
-      });
-    };
-    return converted([&] { return observer_ ? observed(operation, arguments, run) : run(); });
+      return observer_ ? observed(call, run) : run();
+    });
   }
 
   /// Tells the observer of a collective that `run` makes.
   template <class Run>
-  WorkPtr observed(Operation operation, const Arguments& arguments, Run run) {
+  WorkPtr observed(const CallSignature& call, Run run) {
     ObservedCall seen;
-    seen.operation = operation;
-    CallSignature signature;
-    arguments.describe(signature);
-    for (const auto& input : signature.inputs) {
+    seen.operation = call.operation;
+    for (const auto& input : call.inputs) {
       seen.bytes +=
           c10::multiply_integers(input.shape) * static_cast<int64_t>(c10::elementSize(input.dtype));
     }
@@ -429,24 +399,13 @@ class CheckedBackend final : public c10d::Backend {
 
   template <class Issue>
   WorkPtr point_to_point(Operation operation, Tensors& tensors, int peer, int tag, Issue issue) {
-    const auto describe = [&] {
-      CallSignature call{.operation = operation, .root = peer};
-      (operation == Operation::send ? call.inputs : call.outputs) = signatures_of(tensors);
-      return call;
-    };
-    const auto issue_decorated = [&](Tensors& data) {
-      return issued(describe, c10d::kUnsetTimeout, [&] { return issue(data); });
-    };
     return converted([&] {
       const bool compared = options_.needs_comparison && !coalescing_ && tensors.size() == 1 &&
                             tensors[0].is_cpu() && checks_.compares(1);
-      RecordedCall record;
-      record.operation = operation;
-      record.root = peer;
-      record.sequence = sequence_.load(std::memory_order_relaxed);
-      return noted(record, {.inputs = tensors}, [&] {
-        return compared ? p2p_checks_.run(describe(), tensors, tag, issue_decorated)
-                        : issue_decorated(tensors);
+      CallSignature call{.operation = operation, .root = peer, .sequence = sequence_};
+      (operation == Operation::send ? call.inputs : call.outputs) = signatures_of(tensors);
+      return issued(call, c10d::kUnsetTimeout, [&] {
+        return compared ? p2p_checks_.run(call, tensors, tag, issue) : issue(tensors);
       });
     });
   }

@@ -26,8 +26,9 @@ class CheckContext;
 using ErrorConversion = std::function<std::exception_ptr(std::exception_ptr)>;
 
 struct CheckedBackendOptions {
-  /// `detail` compares all collectives, `info` the first ones of a backend that needs it. Errors
-  /// are translated at every level.
+  /// `detail` compares all collectives, `info` the first ten of a backend that needs it: enough for
+  /// the start of a job, where mistakes show, and free after it. The same number of sends and
+  /// receives is compared for each (sender, receiver, tag). Errors are translated at every level.
   DebugLevel debug = DebugLevel::info;
   /// As the backend's traits say: a mismatch aborts, hangs or gives wrong data.
   bool needs_comparison = true;
@@ -41,9 +42,6 @@ struct CheckedBackendOptions {
   std::chrono::milliseconds timeout{120'000};
   /// For messages. The store must be this group's alone, or the name unique in it.
   std::string group_name = "default";
-  /// Compared at `info`: enough for the start of a job, where mistakes show, and free after it. The
-  /// same number of sends and receives is compared for each (sender, receiver, tag).
-  int first_collectives = 10;
   /// What callers get in place of an error: from a call, a work or its future. Empty: the error.
   /// For programs that know another family of errors than ours.
   ErrorConversion convert = {};
@@ -68,11 +66,11 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 /// - Before a collective (see CheckedBackendOptions for which ones) it compares the ranks' calls
 ///   over the store: sequence number, operation, dtype, shape, root, reduction, splits. A
 ///   difference throws MismatchError on every rank, naming both sides. A rank that does not come
-///   gives a TimeoutError naming it. A rank whose process has ended gives a PeerLostError. The call
-///   blocks until all ranks have come.
+///   gives a TimeoutError naming it. A rank that has ended or left the group gives a PeerLostError.
+///   The call blocks until all ranks have come.
 /// - Sends and receives of CPU tensors are compared by the side that comes second. Neither call
-///   blocks. Their waits throw as above, and give a PeerLostError also where the other rank has
-///   closed the group or given it up. Receives from any rank are not compared.
+///   blocks. Where they differ, this call throws MismatchError, and so does the wait of a receive
+///   that came first. Receives from any rank are not compared.
 /// - Time-outs and lost connections of the backend (at the call, from Work::wait, from the future)
 ///   become TimeoutError and PeerLostError. These name operation, sequence number, ranks and
 ///   seconds. The rank at fault is found from the processes that have ended on this host and from

@@ -229,9 +229,8 @@ TEST(CheckedFailure, WhoHasClosedTheGroupAndEndedEndsNoWait) {
 }
 
 TEST(CheckedFailure, ADeadRankIsNamedThoughItHadToldOfAFailure) {
-  const auto outcome = wait_beside_a_dead_rank(kNoTimeout, [](CheckContext& dead, const auto&) {
-    dead.tell_failed("recv(from rank 0)", /*known=*/true);
-  });
+  const auto outcome = wait_beside_a_dead_rank(
+      kNoTimeout, [](CheckContext& dead, const auto&) { dead.tell_failed("recv(from rank 0)"); });
   EXPECT_TRUE(outcome.is<PeerLostError>()) << outcome.text();
   EXPECT_TRUE(outcome.failure().has(Failure::Kind::ended)) << outcome.text();
 }
@@ -322,10 +321,8 @@ TEST(CheckedLevels, RanksOfDifferentLevelsAgree) {
 
 TEST(CheckedLevels, InfoStopsAfterTheFirstAndDetailDoesNot) {
   for (const DebugLevel level : {DebugLevel::info, DebugLevel::detail}) {
-    auto options = options_of(level);
-    options.first_collectives = 3;
-    const auto outcomes = run_gloo(2, options, [](int rank, Backend& backend) {
-      for (int i = 0; i < 3; ++i) all_reduce(backend, at::ones({2}))->wait();
+    const auto outcomes = run_gloo(2, options_of(level), [](int rank, Backend& backend) {
+      for (int i = 0; i < 10; ++i) all_reduce(backend, at::ones({2}))->wait();
       // Of one size in bytes, so that Gloo itself goes through.
       const auto dtype = rank == 0 ? at::kFloat : at::kInt;
       all_reduce(backend, at::zeros({2}, dtype))->wait();

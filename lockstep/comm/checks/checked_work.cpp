@@ -99,6 +99,12 @@ class TranslatedWork : public c10d::Work {
   FuturePtr future_;
 };
 
+/// Gloo's work for it keeps to no time-out of a wait.
+bool is_reduce_scatter(Operation operation) {
+  return operation == Operation::reduce_scatter || operation == Operation::reduce_scatter_tensor ||
+         operation == Operation::reduce_scatter_tensor_coalesced;
+}
+
 /// How often a wait looks who has died. A look reads three files of /proc per rank, and asks the
 /// store for ranks whose process it does not know, and for those that have ended.
 constexpr milliseconds kLook{250};
@@ -129,13 +135,13 @@ struct Report {
 
 class CheckedWork final : public TranslatedWork {
  public:
-  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, WorkWatch watch)
+  CheckedWork(c10::intrusive_ptr<c10d::Work> inner, Report report, bool misses_deaths)
       : TranslatedWork(report.context->rank(), std::move(inner),
                        [report](const std::exception_ptr& error) {
                          return report.translate(error, kNoTimeout);
                        }),
         report_(std::move(report)),
-        watch_(watch) {}
+        misses_deaths_(misses_deaths) {}
 
   bool wait(milliseconds timeout) override {
     const bool done = wait_watched(timeout);
@@ -155,8 +161,11 @@ class CheckedWork final : public TranslatedWork {
 
  private:
   bool wait_watched(milliseconds timeout) {
-    if (watch_ == WorkWatch::limit && timeout == kNoTimeout) timeout = report_.timeout;
-    if (watch_ != WorkWatch::deaths || timeout.count() < 0) return TranslatedWork::wait(timeout);
+    const CallSignature& call = *report_.call;
+    const bool limits = misses_deaths_ && call.is_message() && timeout == kNoTimeout;
+    if (!misses_deaths_ || call.is_message() || is_reduce_scatter(call.operation) ||
+        timeout.count() < 0)
+      return TranslatedWork::wait(limits ? report_.timeout : timeout);
     const auto begin = Clock::now();
     std::optional<Clock::time_point> seen;  // The first death that is still one.
     while (true) {
@@ -214,7 +223,7 @@ class CheckedWork final : public TranslatedWork {
   }
 
   const Report report_;
-  const WorkWatch watch_;
+  const bool misses_deaths_;
   std::atomic<bool> future_is_noted_{false};
   mutable std::exception_ptr failure_;
 };
@@ -230,10 +239,10 @@ c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> 
                                                  std::shared_ptr<CheckContext> context,
                                                  CallSignature call,
                                                  std::chrono::milliseconds timeout,
-                                                 WorkWatch watch) {
+                                                 bool misses_deaths) {
   auto shared = std::make_shared<const CallSignature>(std::move(call));
   return c10::make_intrusive<CheckedWork>(
-      std::move(inner), Report{std::move(context), std::move(shared), timeout}, watch);
+      std::move(inner), Report{std::move(context), std::move(shared), timeout}, misses_deaths);
 }
 
 }  // namespace lockstep

@@ -15,23 +15,19 @@ class Work;
 
 namespace lockstep {
 
-/// What a wait does for a backend that does not do it itself.
-enum class WorkWatch {
-  none,
-  deaths,  ///< It looks for ranks that have died: see CheckedBackendOptions::misses_deaths.
-  limit,   ///< Without a time-out it takes that of the call: Gloo's is the one of forming.
-};
-
 /// Decorates a work: wait, exception and future give what `convert` makes of its errors. All else
 /// passes.
 c10::intrusive_ptr<c10d::Work> make_translated_work(c10::intrusive_ptr<c10d::Work> inner,
                                                     ErrorConversion convert);
 
 /// Decorates a backend's work: wait, exception and future give our errors. All else passes.
+/// `misses_deaths`: CheckedBackendOptions. Waits for collectives then look for ranks that have
+/// died, and those for messages without a time-out take that of the call: Gloo's is the one of
+/// forming.
 c10::intrusive_ptr<c10d::Work> make_checked_work(c10::intrusive_ptr<c10d::Work> inner,
                                                  std::shared_ptr<CheckContext> context,
                                                  CallSignature call,
                                                  std::chrono::milliseconds timeout,
-                                                 WorkWatch watch = WorkWatch::none);
+                                                 bool misses_deaths = false);
 
 }  // namespace lockstep

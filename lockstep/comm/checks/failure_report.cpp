@@ -39,32 +39,27 @@ std::string what_i_did(const CheckContext& context, const CallSignature& call) {
 bool look(CheckContext& context, int peer, Findings& findings) {
   findings.seen = context.seen_failure();
   std::vector<int> wordless, left;
-  bool peer_knows = false;
   for (int rank : context.others()) {
     const auto word = context.word_of(rank);
-    if (word) findings.words[rank] = word->text;
+    if (word) findings.words[rank] = *word;
     if (!word) (context.has_left_its_loop(rank) ? left : wordless).push_back(rank);
-    if (rank == peer && word) peer_knows = word->known;
   }
   // Who left after its loop has not failed, and may have ended since.
   findings.ended = context.ended(wordless);
   if (findings.ended.empty() &&
       (wordless.empty() || Clock::now() - findings.begin >= kDeathsAfterLeaves))
     findings.ended = left;
-  if (peer < 0) {
-    findings.silent = wordless;
-    return !findings.ended.empty() || findings.seen || wordless.empty();
-  }
-  findings.silent.clear();
-  if (!findings.words.count(peer)) findings.silent = {peer};
-  return !findings.ended.empty() || findings.seen || peer_knows;
+  findings.silent = wordless;
+  if (peer >= 0)
+    findings.silent = findings.words.contains(peer) ? std::vector<int>() : std::vector<int>{peer};
+  return !findings.ended.empty() || findings.seen || findings.silent.empty();
 }
 
 Findings investigate(CheckContext& context, const CallSignature& call) {
   Findings findings;
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
-  context.tell_failed(what_i_did(context, call), /*known=*/false);
+  context.tell_failed(what_i_did(context, call));
   try {
     while (!look(context, call.peer(), findings) && Clock::now() < deadline) pause();
   } catch (const std::exception&) {
@@ -120,7 +115,7 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   const std::string mine = what_i_did(context, call);
   Failure failure = root_cause(context, findings);
   const std::string why = whole_cause(context, findings, peer, failure);
-  if (!why.empty()) context.tell_failed(mine + " " + why, /*known=*/true);
+  if (!why.empty()) context.tell_failed(mine + " " + why);
   std::string text = context.me() + ": " + mine;
   text +=
       kind == FailureKind::timeout

@@ -1,9 +1,7 @@
 #include "lockstep/comm/checks/flight_recorder.h"
 
 #include <c10/util/ApproximateClock.h>
-#include <c10/util/accumulate.h>
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <csignal>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
 #include <utility>
 
@@ -34,28 +33,22 @@ struct OfThread {
 };
 thread_local OfThread of_thread;
 
-/// `fr_trace` accepts no other names than PyTorch's.
+/// `fr_trace` accepts no other names than PyTorch's. These differ from ours.
+constexpr std::pair<Operation, std::string_view> kTraceNames[] = {
+    {Operation::all_reduce_coalesced, "allreduce_coalesced"},
+    {Operation::all_reduce_sparse, "all_reduce"},
+    {Operation::all_gather_into_tensor, "_all_gather_base"},
+    {Operation::all_gather_coalesced, "ALLGATHER_coalesced"},
+    {Operation::reduce_scatter_tensor, "_reduce_scatter_base"},
+    {Operation::all_to_all_single, "all_to_all"},
+    {Operation::monitored_barrier, "barrier"},
+    {Operation::recv_any, "recv"},
+};
+
 std::string_view trace_name(Operation operation) {
-  switch (operation) {
-    case Operation::all_reduce_coalesced:
-      return "allreduce_coalesced";
-    case Operation::all_reduce_sparse:
-      return "all_reduce";
-    case Operation::all_gather_into_tensor:
-      return "_all_gather_base";
-    case Operation::all_gather_coalesced:
-      return "ALLGATHER_coalesced";
-    case Operation::reduce_scatter_tensor:
-      return "_reduce_scatter_base";
-    case Operation::all_to_all_single:
-      return "all_to_all";
-    case Operation::monitored_barrier:
-      return "barrier";
-    case Operation::recv_any:
-      return "recv";
-    default:
-      return operation_name(operation);
-  }
+  for (const auto& [ours, name] : kTraceNames)
+    if (ours == operation) return name;
+  return operation_name(operation);
 }
 
 template <class Clock>
@@ -96,32 +89,7 @@ void handle(int signal, void (*handler)(int)) {
 /// Of the process that handles signals; a fork without exec is another one.
 std::atomic<pid_t> owner{0};
 
-void make_folders_of(const std::string& path) {
-  std::array<char, 4096> folder{};
-  for (size_t i = 0; i < std::min(path.size(), folder.size() - 1); ++i) {
-    if (path[i] == '/' && i > 0) ::mkdir(folder.data(), 0777);  // Fails where it is there.
-    folder[i] = path[i];
-  }
-}
-
 }  // namespace
-
-void RecordedTensors::add(c10::ArrayRef<at::Tensor> tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.defined()) continue;
-    const auto shape = tensor.sizes();
-    if (empty() && shape.size() <= kMaxDims) {
-      dims = static_cast<int>(shape.size());
-      std::copy(shape.begin(), shape.end(), sizes.begin());
-    } else {
-      const int64_t before =
-          empty() ? 0 : c10::multiply_integers(sizes.begin(), sizes.begin() + dims);
-      dims = 1;
-      sizes[0] = before + tensor.numel();
-    }
-    dtype = tensor.scalar_type();
-  }
-}
 
 /// Writes Python's pickle format to a file without allocating.
 class FlightRecorder::Pickle {
@@ -210,22 +178,28 @@ size_t FlightRecorder::add_group(const std::string& name, const std::string& bac
   for (const int one : ranks) numbers.push_back(std::to_string(one));
   groups_.push_back({name, backend, ranks, "[" + join(numbers, ", ") + "]", rank});
   path_ = file_ + std::to_string(ranks.at(static_cast<size_t>(rank)));
+  std::error_code refused;  // What then fails is the writing, which says so.
+  if (!ring_.empty())
+    std::filesystem::create_directories(std::filesystem::path(path_).parent_path(), refused);
   if (this == &of_process() && !ring_.empty() && owner.exchange(::getpid()) == 0)
     for (const int signal : {SIGUSR2, SIGTERM}) handle(signal, on_signal);
   return groups_.size() - 1;
 }
 
-uint64_t FlightRecorder::begin(const RecordedCall& call) {
+uint64_t FlightRecorder::begin(size_t group, const CallSignature& call) {
   if (ring_.empty()) return 0;
   const int64_t now = ticks();
   const std::lock_guard lock(mutex_);
   const uint64_t number = ++last_;
   Entry& entry = entry_of(number);
+  entry.number.store(0, std::memory_order_relaxed);
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // A handler passes by what is half written.
   entry.call = call;
-  entry.number.store(number, std::memory_order_relaxed);
+  entry.group = group;
   entry.created = now;
   entry.ended.store(0, std::memory_order_relaxed);
   entry.failed.store(false, std::memory_order_relaxed);
+  entry.number.store(number, std::memory_order_release);
   OfThread& mine = of_thread;
   return mine.open_call = mine.untaken_call = number;
 }
@@ -294,7 +268,6 @@ bool FlightRecorder::dump() {
 }
 
 bool FlightRecorder::write_file() const noexcept {
-  make_folders_of(path_);
   const int fd = ::open(path_.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd < 0) return false;
   Pickle out(fd);
@@ -325,7 +298,7 @@ void FlightRecorder::write(Pickle& out) const {
   for (uint64_t number = last_ - std::min<uint64_t>(last_, ring_.size()) + 1; number <= last_;
        ++number) {
     const Entry& entry = entry_of(number);
-    if (number >= first_call_ && entry.number == number && entry.call.group >= first_group_)
+    if (number >= first_call_ && entry.number == number && entry.group >= first_group_)
       write(out, entry);
   }
   out.close_list();
@@ -339,9 +312,9 @@ void FlightRecorder::write(Pickle& out, const Entry& entry) const {
     return end - static_cast<int64_t>(static_cast<double>(last - when) * scale);
   };
   const int64_t ended = entry.ended;
-  const RecordedCall& call = entry.call;
-  const Group& group = groups_[call.group];
-  const bool is_message = call.operation >= Operation::send;
+  const CallSignature& call = entry.call;
+  const Group& group = groups_[entry.group];
+  const bool is_message = call.is_message();
   // `fr_trace` knows no other libraries.
   std::array<char, 96> name{};
   const char* arrow = call.operation == Operation::send ? "->" : "<-";
@@ -370,19 +343,18 @@ void FlightRecorder::write(Pickle& out, const Entry& entry) const {
   ended > 0 ? out.integer(ns_of(ended)) : out.raw("N");
   out.field("state", ended > 0 && !entry.failed ? "completed" : "started");
   for (const bool is_input : {true, false}) {
-    const RecordedTensors& tensors = is_input ? call.inputs : call.outputs;
+    const auto& tensors = is_input || call.outputs.empty() ? call.inputs : call.outputs;
     out.key(is_input ? "input_sizes" : "output_sizes");
     out.open_list();
-    if (!tensors.empty()) {
+    for (const TensorSignature& tensor : tensors) {
       out.open_list();
-      for (int dim = 0; dim < tensors.dims; ++dim)
-        out.integer(tensors.sizes[static_cast<size_t>(dim)]);
+      for (const int64_t size : tensor.shape) out.integer(size);
       out.close_list();
     }
     out.close_list();
     out.key(is_input ? "input_dtypes" : "output_dtypes");
     out.open_list();
-    if (!tensors.empty()) out.text(c10::toString(tensors.dtype));
+    for (const TensorSignature& tensor : tensors) out.text(c10::toString(tensor.dtype));
     out.close_list();
   }
   out.close_dict();

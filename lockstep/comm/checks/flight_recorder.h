@@ -1,8 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -10,37 +7,13 @@
 #include <exception>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "lockstep/comm/checks/call_signature.h"
 
 namespace lockstep {
 
-/// The tensors of a call. Several count as one flat tensor of all elements, and so does one of more
-/// than six dimensions.
-struct RecordedTensors {
-  static constexpr size_t kMaxDims = 6;
-  c10::ScalarType dtype = c10::ScalarType::Undefined;
-  int dims = -1;  ///< -1: no tensor.
-  std::array<int64_t, kMaxDims> sizes{};
-
-  void add(c10::ArrayRef<at::Tensor> tensors);
-  bool empty() const { return dims < 0; }
-};
-
-/// A call as this rank began it.
-struct RecordedCall {
-  size_t group = 0;  ///< What `add_group` gave.
-  Operation operation = Operation::barrier;
-  int reduction = -1;     ///< c10d::ReduceOp::RedOpType; -1: none.
-  int root = -1;          ///< Rank of the group; for a message the other side. -1: none, or any.
-  uint64_t sequence = 0;  ///< How many collectives of the group this rank has called by now.
-  RecordedTensors inputs;
-  RecordedTensors outputs;
-};
-
-/// A ring of this process's last calls in all groups of its World. Nothing is allocated per call.
+/// A ring of this process's last calls in all groups of its World.
 ///
 /// The file has the format of PyTorch's flight recorder, which `lockstep debug` and
 /// `torch.distributed.flight_recorder.fr_trace` read. PyTorch's variables set it up:
@@ -67,9 +40,10 @@ class FlightRecorder {
   /// to the next World: from then on the calls of former ones are not written.
   size_t add_group(const std::string& name, const std::string& backend, const RankNames& ranks,
                    int rank);
-  /// Notes a call. Gives its number, 0 where nothing is noted. The calling thread begins this call
-  /// until it calls `begun`.
-  uint64_t begin(const RecordedCall& call);
+  /// Notes a call of a group that `add_group` gave, of outputs as the inputs where it has none.
+  /// Gives its number, 0 where nothing is noted. The calling thread begins this call until it calls
+  /// `begun`.
+  uint64_t begin(size_t group, const CallSignature& call);
   static void begun();
   /// The call that this thread begins, once: for the work that is made for it.
   static uint64_t take();
@@ -84,8 +58,9 @@ class FlightRecorder {
 
  private:
   struct Entry {
-    RecordedCall call;
-    std::atomic<uint64_t> number{0};  ///< 0: none.
+    CallSignature call;
+    size_t group = 0;
+    std::atomic<uint64_t> number{0};  ///< 0: none, or not yet written.
     int64_t created = 0;              ///< In ticks of LibTorch's approximate clock.
     std::atomic<int64_t> ended{0};    ///< Likewise; 0: not yet.
     std::atomic<bool> failed{false};
@@ -116,28 +91,5 @@ class FlightRecorder {
   std::string path_;
   std::atomic<bool> dumped_{false};  ///< Because of a failure of this World.
 };
-
-/// Runs what begins a call, and notes the call and how it ended as far as that is known when `run`
-/// returns. `noted` false: runs it only.
-template <class Run>
-auto recorded(bool noted, const RecordedCall& call, Run run) -> decltype(run()) {
-  if (!noted) return run();
-  struct Begun {
-    ~Begun() { FlightRecorder::begun(); }
-  } begun;
-  FlightRecorder& recorder = FlightRecorder::of_process();
-  const uint64_t number = recorder.begin(call);
-  try {
-    if constexpr (std::is_void_v<decltype(run())>) {
-      run();
-      recorder.end(number, nullptr);
-    } else {
-      return run();
-    }
-  } catch (...) {
-    recorder.end(number, std::current_exception());
-    throw;
-  }
-}
 
 }  // namespace lockstep

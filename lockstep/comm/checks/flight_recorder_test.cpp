@@ -37,13 +37,9 @@ class FlightRecorders : public ::testing::Test {
   TemporaryDirectory folder_;
 };
 
-RecordedCall call_of(size_t group, uint64_t sequence, const at::Tensor& tensor = at::ones({3, 4})) {
-  RecordedCall call;
-  call.group = group;
-  call.operation = Operation::all_reduce;
-  call.sequence = sequence;
-  call.inputs.add(tensor);
-  call.outputs = call.inputs;
+CallSignature call_of(uint64_t sequence) {
+  CallSignature call{.operation = Operation::all_reduce, .sequence = sequence};
+  call.inputs = signatures_of({at::ones({3, 4}), at::ones({2})});
   return call;
 }
 
@@ -51,7 +47,7 @@ TEST_F(FlightRecorders, WritesTheLastCallsAndWhatBecameOfThem) {
   FlightRecorder recorder(4, file());
   const size_t group = recorder.add_group("0", "shm", {2, 5}, 1);
   std::vector<uint64_t> calls;
-  for (uint64_t i = 1; i <= 6; ++i) calls.push_back(recorder.begin(call_of(group, i)));
+  for (uint64_t i = 1; i <= 6; ++i) calls.push_back(recorder.begin(group, call_of(i)));
   recorder.end(calls[0], nullptr);  // No longer in the ring: its place is another call's.
   recorder.end(calls[3], nullptr);
   recorder.end(calls[4], std::make_exception_ptr(std::runtime_error("no failure between ranks")));
@@ -64,6 +60,7 @@ TEST_F(FlightRecorders, WritesTheLastCallsAndWhatBecameOfThem) {
   const Dict entry = entries()[0];
   EXPECT_EQ(entry.at("profiling_name").toStringRef(), "gloo:all_reduce");
   EXPECT_EQ(entry.at("input_sizes").toListRef()[0].toListRef()[1].toInt(), 4);
+  EXPECT_EQ(entry.at("input_sizes").toListRef().size(), 2U);
   EXPECT_EQ(entry.at("output_dtypes").toListRef()[0].toStringRef(), "Float");
   const Dict config = written().at("pg_config").toGenericDict().at("0").toGenericDict();
   EXPECT_EQ(config.at("ranks").toStringRef(), "[2, 5]");
@@ -74,27 +71,27 @@ TEST_F(FlightRecorders, AFailureBetweenRanksIsWrittenOncePerWorld) {
   FlightRecorder recorder(8, file());
   const auto lost = std::make_exception_ptr(PeerLostError("gone"));
   const size_t first = recorder.add_group("0", "shm", {5}, 0);
-  recorder.end(recorder.begin(call_of(first, 1)), std::make_exception_ptr(UsageError("a mistake")));
+  recorder.end(recorder.begin(first, call_of(1)), std::make_exception_ptr(UsageError("a mistake")));
   EXPECT_FALSE(std::filesystem::exists(file() + "5"));
-  recorder.end(recorder.begin(call_of(first, 2)), lost);
+  recorder.end(recorder.begin(first, call_of(2)), lost);
   EXPECT_EQ(numbers("collective_seq_id"), (std::vector<int64_t>{1, 2}));
-  recorder.end(recorder.begin(call_of(first, 3)), lost);
+  recorder.end(recorder.begin(first, call_of(3)), lost);
   EXPECT_EQ(numbers("collective_seq_id"), (std::vector<int64_t>{1, 2}));
 
   const size_t next = recorder.add_group("0", "shm", {4, 5}, 1);
-  recorder.begin(call_of(first, 4));  // Of a group that lives on.
-  recorder.end(recorder.begin(call_of(next, 1)), lost);
+  recorder.begin(first, call_of(4));  // Of a group that lives on.
+  recorder.end(recorder.begin(next, call_of(1)), lost);
   EXPECT_EQ(numbers("collective_seq_id"), std::vector<int64_t>{1});
 }
 
 TEST_F(FlightRecorders, AMessageSaysWhereItGoes) {
   FlightRecorder recorder(8, file());
   const size_t group = recorder.add_group("1", "gloo", {3, 5}, 1);
-  RecordedCall call = call_of(group, 7);
+  CallSignature call = call_of(7);
   call.root = 0;
   for (const auto operation : {Operation::send, Operation::recv}) {
     call.operation = operation;
-    recorder.begin(call);
+    recorder.begin(group, call);
   }
   ASSERT_TRUE(recorder.dump());
   EXPECT_EQ(entries()[0].at("profiling_name").toStringRef(), "gloo:send 1->0");
@@ -102,22 +99,10 @@ TEST_F(FlightRecorders, AMessageSaysWhereItGoes) {
   EXPECT_TRUE(entries()[1].at("is_p2p").toBool());
 }
 
-TEST_F(FlightRecorders, SeveralTensorsCountAsAFlatOne) {
-  RecordedTensors tensors;
-  EXPECT_TRUE(tensors.empty());
-  tensors.add({at::ones({2, 3}), at::ones({5})});
-  EXPECT_EQ(tensors.dims, 1);
-  EXPECT_EQ(tensors.sizes[0], 11);
-  RecordedTensors deep;
-  deep.add(at::ones({2, 1, 1, 1, 1, 1, 2}));
-  EXPECT_EQ(deep.dims, 1);
-  EXPECT_EQ(deep.sizes[0], 4);
-}
-
 TEST_F(FlightRecorders, WithoutARingNothingIsNoted) {
   FlightRecorder recorder(0, file());
   const size_t group = recorder.add_group("0", "shm", {5}, 0);
-  EXPECT_EQ(recorder.begin(call_of(group, 1)), 0U);
+  EXPECT_EQ(recorder.begin(group, call_of(1)), 0U);
   recorder.end(0, std::make_exception_ptr(PeerLostError("gone")));
   EXPECT_FALSE(std::filesystem::exists(file() + "5"));
 }

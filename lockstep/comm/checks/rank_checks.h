@@ -33,28 +33,17 @@ class RankChecks {
   static void switch_off(c10d::Store& store, const std::string& prefix);
 
   /// Blocks until all ranks have come with a call. Throws MismatchError, TimeoutError naming the
-  /// ranks that did not come, PeerLostError naming those that ended. After the last two the group
-  /// is of no use: every later comparison, on every rank, throws what the first one threw.
+  /// ranks that did not come, PeerLostError naming those that ended or left the group. After the
+  /// last two the group is of no use: every later comparison of this rank throws the same.
   void compare(const CallSignature& call, std::chrono::milliseconds timeout);
-
-  /// Tells the ranks that wait, or will wait, for this one in a comparison how it has left the
-  /// group (CheckContext::tell_end). Its process may live on for long. Nothing to tell once the
-  /// compared collectives are over.
-  void tell_end(Failure how) noexcept;
 
  private:
   bool decide();
   uint64_t agree();
-  int64_t judge(const CallSignature& mine);
+  void meet(const CallSignature& mine, std::chrono::milliseconds timeout);
+  void judge(const CallSignature& mine);
   void await(const CallSignature& mine, std::chrono::milliseconds timeout);
-  /// Throws when `state` says that the group is broken.
-  void throw_if_broken(int64_t state);
-  [[noreturn]] void give_up(const CallSignature& mine, std::chrono::milliseconds timeout,
-                            const std::vector<int>& ended);
-  std::string who_is_missing(const CallSignature& mine, Failure& late);
-  void break_group(const Failure& failure);
-  /// The same, and throws it in these words.
-  [[noreturn]] void break_group(const Failure& failure, const std::string& text);
+  Failure who_is_missing(const CallSignature& mine);
   std::string called(const CallSignature& call) const;
 
   CheckContext& context_;
@@ -63,6 +52,7 @@ class RankChecks {
   std::mutex mutex_;
   int64_t compared_ = 0;    ///< Comparisons that this rank has entered.
   int64_t mismatches_ = 0;  ///< Of them, those that ended in a mismatch.
+  std::exception_ptr failed_;
 };
 
 }  // namespace lockstep
