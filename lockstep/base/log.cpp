@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "lockstep/base/env.h"
@@ -10,32 +11,19 @@
 namespace lockstep {
 namespace {
 
+constexpr std::string_view kLevels[] = {"debug", "info", "warning", "error", "quiet"};
+
 LogLevel level_from_environment() {
-  // A word that is none of these is refused elsewhere: see log_level_setting.
   const std::string text = to_lower(env_string("LOCKSTEP_LOG_LEVEL").value_or(""));
-  if (text == "debug") return LogLevel::debug;
-  if (text == "warning") return LogLevel::warning;
-  if (text == "error") return LogLevel::error;
-  if (text == "quiet") return LogLevel::quiet;
-  return LogLevel::info;
+  const auto found = std::ranges::find(kLevels, text);
+  // A word that is none of these is refused elsewhere: see log_level_setting.
+  return found == std::end(kLevels) ? LogLevel::info
+                                    : static_cast<LogLevel>(found - std::begin(kLevels));
 }
 
 std::atomic<LogLevel>& current_level() {
   static std::atomic<LogLevel> level{level_from_environment()};
   return level;
-}
-
-const char* prefix_of(LogLevel level) {
-  switch (level) {
-    case LogLevel::debug:
-      return "debug: ";
-    case LogLevel::warning:
-      return "warning: ";
-    case LogLevel::error:
-      return "error: ";
-    default:
-      return "";
-  }
 }
 
 /// As launchers say it: torchrun's variable, Open MPI's, Slurm's.
@@ -63,9 +51,8 @@ void log(LogLevel level, std::string_view text) {
   if (!first && level < LogLevel::warning) return;
   std::string line;
   if (!first) line += "[rank" + *rank + "] ";
-  line += prefix_of(level);
-  line += text;
-  line += '\n';
+  if (level != LogLevel::info) line.append(kLevels[static_cast<size_t>(level)]).append(": ");
+  line.append(text).append("\n");
   // A closed standard error must not end a training job; there is nowhere left to report it.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());
 }

@@ -1,6 +1,5 @@
 #include "lockstep/base/temporary_folder.h"
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -42,14 +41,10 @@ TEST_F(TemporaryFolder, UnsetOrEmptyIsTmp) {
   EXPECT_EQ(temporary_folder(), "/tmp");
 }
 
-TEST_F(TemporaryFolder, ThatIsMissingOrNoFolderIsNamedOnceAndReplaced) {
+TEST_F(TemporaryFolder, ThatIsMissingOrNoFolderIsReplaced) {
   setenv("TMPDIR", "/nowhere/at/all", 1);
-  testing::internal::CaptureStderr();
   EXPECT_EQ(temporary_folder(), "/tmp");
   EXPECT_EQ(TemporaryDirectory().path().parent_path(), "/tmp");
-  EXPECT_THAT(testing::internal::GetCapturedStderr(),
-              "warning: environment variable TMPDIR='/nowhere/at/all': No such file or directory; "
-              "temporary files go to /tmp\n");
   setenv("TMPDIR", "/dev/null", 1);
   EXPECT_EQ(temporary_folder(), "/tmp");
 }
