@@ -391,8 +391,6 @@ void Agent::lead() {
 
 AgentRecord Agent::own_record() const {
   AgentRecord record;
-  record.host = options_.host;
-  record.address = options_.address;
   record.nproc = options_.nproc;
   record.node_rank = options_.node_rank;
   record.hosts_registry = options_.hosts_registry;

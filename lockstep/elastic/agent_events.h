@@ -17,7 +17,6 @@ namespace lockstep::elastic {
 struct AgentOptions {
   std::string id;         ///< Of this process, and of no other that ever uses the run id.
   std::string host = {};  ///< Name, for messages.
-  std::string address = {};
   int min_agents = 1;
   int max_agents = 1;
   int nproc = 1;                      ///< Workers on this host.

@@ -38,7 +38,7 @@ class Job {
   void join(const std::string& id, std::optional<int> node_rank = {}) {
     auto& host = hosts_[id];
     host.options = options_;
-    host.options.id = host.options.host = host.options.address = id;
+    host.options.id = host.options.host = id;
     host.options.node_rank = node_rank;
     host.options.hosts_registry = options_.embedded_registry && hosts_.size() == 1;
     host.agent = std::make_unique<Agent>(host.options);
@@ -170,7 +170,7 @@ class Job {
   void act(Host& host, const Unwatch& action) { host.watches.erase(action.prefix); }
   void act(Host& host, const OpenStore& action) {
     ++host.stores;
-    host.events.push_back(StoreOpened{action.generation, host.options.address, 29'400});
+    host.events.push_back(StoreOpened{action.generation, host.options.host, 29'400});
   }
   void act(Host& host, const StartWorkers& action) {
     host.running ? ++host.moves : ++host.starts;

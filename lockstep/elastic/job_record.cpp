@@ -22,8 +22,8 @@ using Json = nlohmann::json;
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Report, generation, state, exit_code, text, can_retry,
                                    consequence)
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AgentRecord, host, address, nproc, node_rank, hosts_registry,
-                                   life, joined, leaving, probe, report)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AgentRecord, nproc, node_rank, hosts_registry, life, joined,
+                                   leaving, probe, report)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EarlierGeneration, number, agents)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(JobEnd, kind, exit_code, text)
 

@@ -34,9 +34,7 @@ struct Report {
 
 /// The value of agents/ID. Bound to the agent's lease.
 struct AgentRecord {
-  std::string host = {};
-  std::string address = {};  ///< By which other hosts reach it.
-  int nproc = 1;             ///< Workers.
+  int nproc = 1;  ///< Workers.
   std::optional<int> node_rank = {};
   bool hosts_registry = false;  ///< It serves the embedded registry.
   /// Counts the leases that the agent has lost. A generation that was proposed for an earlier life

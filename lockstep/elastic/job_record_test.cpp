@@ -10,7 +10,7 @@ namespace {
 TEST(ElasticRecords, AgentsComeBackFromJson) {
   AgentRecord record;
   EXPECT_EQ(decode_agent(encode(record)), record);
-  record = {"host", "10.0.0.1", 8, 3, true, 2, 17, true, 4, {}};
+  record = {8, 3, true, 2, 17, true, 4, {}};
   record.report = {5, Report::State::failed, 7, "rank 3 \"failed\"\n", false, true};
   EXPECT_EQ(decode_agent(encode(record)), record);
 }

@@ -35,7 +35,7 @@ void SimulatedWorld::add_host() {
   host.id = std::string("h").append(std::to_string(i));
   index_[host.id] = i;
   host.options = plan_.options;
-  host.options.id = host.options.host = host.options.address = host.id;
+  host.options.id = host.options.host = host.id;
   host.options.nproc = 1 + static_cast<int>(random_.below(4));
   host.options.hosts_registry = plan_.options.embedded_registry && i == 0;
   if (plan_.node_ranks) {

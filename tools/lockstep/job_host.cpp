@@ -105,7 +105,6 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
   elastic::AgentOptions agent;
   agent.host = host_name();
   agent.id = agent.host + "-" + std::to_string(::getpid()) + "-" + random_hex(4);
-  agent.address = own_address(options);
   agent.registry = registry_name(options);
   agent.min_agents = options.min_nodes;
   agent.max_agents = options.nodes;
@@ -145,7 +144,7 @@ void* lockstep_hosts_join(const void* run_options) {
   runner.run_id = options.run_id;
   runner.registry_server = serve_registry(options, token);
   runner.agent.hosts_registry = runner.registry_server != nullptr;
-  runner.serve_store = [address = runner.agent.address] { return serve_workers_store(address); };
+  runner.serve_store = [address = own_address(options)] { return serve_workers_store(address); };
   runner.say = [](const std::string& text) { log_info("lockstep run: " + text); };
   auto registry = elastic::connect_registry(registry_options(options, token));
   return elastic::run_agent(std::move(runner), std::move(registry)).release();
