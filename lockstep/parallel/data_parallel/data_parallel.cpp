@@ -84,7 +84,6 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
 
 void DataParallelCore::make_replicas(std::string_view members) {
   if (options_.devices.size() == 1) return;
-  if (replicas_) earlier_copies_ += replicas_->copies();
   std::vector<std::shared_ptr<torch::nn::Module>> copies;
   for (const c10::Device device : options_.devices) {
     copies.push_back(copy_module(module_, device, make_));
@@ -115,11 +114,6 @@ void DataParallelCore::prepare(size_t count, std::string_view members) {
   check_devices();
   if (members_of(*module_, members) != members_) make_replicas(members);
   replicas_->refresh(count, /*link=*/c10::GradMode::is_enabled());
-  ++forwards_;
-}
-
-DataParallelStatistics DataParallelCore::statistics() const {
-  return {forwards_, earlier_copies_ + (replicas_ ? replicas_->copies() : 0)};
 }
 
 }  // namespace lockstep::detail

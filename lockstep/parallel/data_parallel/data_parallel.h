@@ -210,7 +210,6 @@ class ReplicaThreads {
   ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
   const std::vector<c10::Device>& devices() const;
-  int threads_each() const;
 
   /// Calls `work(i)` on the thread of replica i for all i below `count`, and waits for all. The
   /// threads have the caller's thread-local state: grad mode, autocast, current streams. When some
@@ -223,40 +222,17 @@ class ReplicaThreads {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Where a replica's graph begins.
-struct GraphStart {
-  at::Tensor tensor;  ///< The caller's.
-  at::Tensor input;   ///< Stands for it in the replica's graph; undefined for a parameter.
-};
-
 /// Whether replicas on these threads have graphs of their own, of which join_graphs makes one. With
 /// other devices than CPUs they have none: there LibTorch's engine has a thread for each device.
 bool joins_graphs(const ReplicaThreads& threads, size_t replicas);
 
-/// Begins a replica's graph at these inputs. Those that need a gradient are replaced by tensors of
-/// the same memory, which have no more to do with each other or with parameters.
-std::vector<GraphStart> begin_graph(std::vector<at::Tensor>& inputs);
-
 /// Makes what replicas computed on the CPU one node of the caller's graph. Its backward runs each
 /// replica's part on the thread of that replica, where LibTorch's engine would run all of them on
-/// one thread. `starts[i]`: where replica i's graph begins, its parameters and inputs.
-/// `outputs[i]`: the tensors that it gave, which are replaced.
+/// one thread. `parameters[i]`: where replica i's graph begins. `outputs[i]`: the tensors that it
+/// gave, which are replaced.
 void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
-                 const std::vector<std::vector<GraphStart>>& starts,
+                 const std::vector<std::vector<at::Tensor>>& parameters,
                  std::vector<std::vector<at::Tensor>>& outputs);
-
-/// Begins the graph of a module's forward, with `inputs` exchanged as begin_graph does.
-template <class Module, class Inputs>
-std::vector<GraphStart> graph_starts(const Module& module, Inputs& inputs) {
-  std::vector<GraphStart> starts;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.requires_grad()) starts.push_back({parameter, {}});
-  }
-  std::vector<at::Tensor> tensors = tensors_of(inputs);
-  for (GraphStart& start : begin_graph(tensors)) starts.push_back(std::move(start));
-  replace_tensors(inputs, [&, next = size_t{0}]() mutable { return tensors[next++]; });
-  return starts;
-}
 
 /// `call(i)` on the thread of replica i, for all i below `count`.
 template <class Call>
@@ -277,15 +253,17 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
     return std::apply([&](auto&... args) { return module->forward(args...); }, inputs[i]);
   };
   using Output = std::decay_t<decltype(call(size_t{0}))>;
-  if (!CarriesTensors<Output> || !joins_graphs(*threads, inputs.size())) {
-    return run_replicas(*threads, inputs.size(), call);
+  // Inputs with a graph of their own are one with the caller's.
+  bool joins = CarriesTensors<Output> && joins_graphs(*threads, inputs.size());
+  for (Inputs& input : inputs) {
+    for (const at::Tensor& tensor : tensors_of(input)) joins = joins && !tensor.requires_grad();
   }
-  std::vector<std::vector<GraphStart>> starts;
-  for (size_t i = 0; i < inputs.size(); ++i) starts.push_back(graph_starts(*modules[i], inputs[i]));
   std::vector<Output> outputs = run_replicas(*threads, inputs.size(), call);
-  std::vector<std::vector<at::Tensor>> tensors;
+  if (!joins) return outputs;
+  std::vector<std::vector<at::Tensor>> parameters, tensors;
+  for (size_t i = 0; i < inputs.size(); ++i) parameters.push_back(modules[i]->parameters());
   for (Output& output : outputs) tensors.push_back(tensors_of(output));
-  join_graphs(threads, starts, tensors);
+  join_graphs(threads, parameters, tensors);
   for (size_t i = 0; i < outputs.size(); ++i) {
     replace_tensors(outputs[i], [&, next = size_t{0}]() mutable { return tensors[i][next++]; });
   }
@@ -298,11 +276,8 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
 /// torch.nn.parallel.parallel_apply, and returns what they gave. `inputs[i]` is the tuple of the
 /// arguments. The threads have the caller's grad mode, autocast and streams. Their LibTorch threads
 /// are the caller's in equal parts, at least 1. On the CPU backward of the outputs runs on a thread
-/// per module as well. `devices` names the modules' devices in errors, and says where streams are
-/// taken from. Empty: those of their first parameters.
-///
-/// Inputs may depend on each other and on the modules' parameters. If gradients are needed, do not
-/// use an input again that a module has written to: the caller's graph does not record the write.
+/// per module as well, unless an input needs a gradient. `devices` names the modules' devices in
+/// errors, and says where streams are taken from. Empty: those of their first parameters.
 ///
 /// Throws ReplicaError when a module throws, and UsageError for lists of different lengths.
 template <class ModulePtr, class... Args>
@@ -345,14 +320,6 @@ struct DataParallelOptions {
   int threads_per_replica = 0;
 };
 
-/// What a DataParallel has done so far.
-struct DataParallelStatistics {
-  int64_t forwards = 0;  ///< That used several replicas.
-  /// Tensors whose values were copied into replicas. Parameters on the module's own device are
-  /// never copied.
-  int64_t copied_tensors = 0;
-};
-
 namespace detail {
 
 /// The part of DataParallel that does not depend on the module's type.
@@ -377,7 +344,6 @@ class DataParallelCore {
     for (const auto& replica : replicas_->replicas()) replicas.push_back(typed(replica));
     return lockstep::gather(apply_modules(threads_, replicas, parts), output_device(), dim());
   }
-  DataParallelStatistics statistics() const;
   int64_t own_bytes() const { return replicas_ ? replicas_->own_bytes() : 0; }
   void check_devices() const;
 
@@ -391,9 +357,7 @@ class DataParallelCore {
   Make make_;
   std::optional<ReplicaSet> replicas_;  ///< None for one device.
   std::string members_;                 ///< What the replicas have been made from.
-  int64_t earlier_copies_ = 0;          ///< Of replicas that were made anew.
   std::shared_ptr<ReplicaThreads> threads_;
-  int64_t forwards_ = 0;
 };
 
 }  // namespace detail
@@ -401,7 +365,8 @@ class DataParallelCore {
 /// Data parallelism in one process, as torch.nn.DataParallel: each forward cuts its inputs into a
 /// part for each device, runs a replica of the module on each at once, and gathers the outputs.
 /// Gradients of all replicas add up in the module's own parameters: give those to the optimizer.
-/// On the CPU too, where replicas run in threads, forward and backward.
+/// On the CPU too, where replicas run in threads, forward and backward. (Backward runs on one
+/// thread where an input needs a gradient.)
 ///
 /// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. The module must be
 /// torch::nn::Cloneable, as LibTorch's own are, or override `clone`, or `make_replica` makes
@@ -421,7 +386,8 @@ class DataParallelCore {
 /// not print the member (`pretty_print`). After such a change call `remake_replicas`.
 ///
 /// If the inputs suffice for only one replica, the module itself runs. The outputs have the same
-/// form: a loss of the module is a vector of one element. With one device it is a scalar.
+/// form: a loss of the module is a vector of one element. With one device outputs are the module's
+/// own, as in Python: a loss is a scalar.
 ///
 /// The sums of gradients have Python's order: replica 0's and 1's, then 2's, and so on. A parameter
 /// that no replica used has no gradient. Random numbers (dropout) come from one generator in the
@@ -455,9 +421,9 @@ class DataParallel {
       core_.check_devices();
       auto output =
           std::apply([&](auto&... each) { return module_->forward(each...); }, parts.front());
-      detail::replace_tensors(output, Mover{core_.output_device(), core_.devices().size() > 1,
-                                            detail::tensors_of(output)});
-      return output;
+      if (core_.devices().size() == 1) return output;
+      return lockstep::gather(std::vector<decltype(output)>{std::move(output)},
+                              core_.output_device(), core_.dim());
     }
     return core_.run(parts, members(), detail::typed_pointer<ModulePtr>);
   }
@@ -473,21 +439,8 @@ class DataParallel {
   auto& module() { return *module_; }
   const auto& module() const { return *module_; }
   const std::vector<c10::Device>& devices() const { return core_.devices(); }
-  DataParallelStatistics statistics() const { return core_.statistics(); }
 
  private:
-  /// What `gather` does of one output. With one device it is the module's own, as in Python.
-  struct Mover {
-    c10::Device device;
-    bool gathers;
-    std::vector<at::Tensor> tensors;
-    size_t next = 0;
-    at::Tensor operator()() {
-      const at::Tensor there = tensors[next++].to(device);
-      return gathers && there.dim() == 0 ? there.reshape({1}) : there;
-    }
-  };
-
   std::string_view members() const {
     using Object = std::remove_cvref_t<decltype(*module_)>;
     return {reinterpret_cast<const char*>(std::addressof(*module_)), sizeof(Object)};
@@ -501,20 +454,6 @@ class DataParallel {
   ModulePtr module_;
   detail::DataParallelCore core_;
 };
-
-/// One forward of a module over several devices, as torch.nn.parallel.data_parallel. It makes the
-/// replicas again each time: for several forwards keep a DataParallel.
-template <class ModulePtr, class... Args>
-auto data_parallel(const ModulePtr& module, std::tuple<Args...> inputs,
-                   const DataParallelOptions& options = {}) {
-  DataParallel<ModulePtr> parallel(module, options);
-  return std::apply([&](auto&... each) { return parallel.forward(each...); }, inputs);
-}
-template <class ModulePtr>
-auto data_parallel(const ModulePtr& module, const at::Tensor& input,
-                   const DataParallelOptions& options = {}) {
-  return lockstep::data_parallel(module, std::tuple<at::Tensor>(input), options);
-}
 
 /// DataParallel as a strategy: one process, whose replicas each take a part of every batch. The
 /// criterion sees the gathered output, so a mean is that of the whole batch. One process only, and

@@ -146,8 +146,6 @@ TEST_F(DataParallelTest, TrainsAsTheModuleAlone) {
   for (size_t p = 0; p < net->parameters().size(); ++p) {
     EXPECT_TRUE(at::allclose(net->parameters()[p], alone->parameters()[p], 1e-5, 1e-6));
   }
-  EXPECT_EQ(parallel.statistics().forwards, 20);
-  EXPECT_EQ(parallel.statistics().copied_tensors, 0) << "parameters are the module's own memory";
 }
 
 TEST_F(DataParallelTest, SeesParametersThatWereReplaced) {
@@ -419,7 +417,6 @@ TEST_F(DataParallelTest, FunctionsComposeByHand) {
   for (size_t p = 0; p < expected.size(); ++p) {
     EXPECT_TRUE(at::equal(net->parameters()[p].grad(), expected[p]));
   }
-  EXPECT_TRUE(at::equal(data_parallel(net, x, on_cpus(2)), gather(outputs, c10::kCPU)));
   EXPECT_THROW(parallel_apply(replicas, std::vector<at::Tensor>{x}), UsageError);
 }
 

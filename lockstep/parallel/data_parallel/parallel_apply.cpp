@@ -14,58 +14,24 @@
 
 #include <algorithm>
 #include <condition_variable>
-#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
-
-#include "lockstep/autograd/make_node.h"
 
 namespace lockstep::detail {
 namespace {
 
 namespace autograd = torch::autograd;
 
-/// Stands for an input where a replica's graph begins. It leads on to the caller's graph, for
-/// gradients of gradients and for tensors that a module keeps aside.
-class InputNode : public autograd::Node {
- public:
-  explicit InputNode(const at::Tensor& input)
-      : Node(autograd::edge_list{autograd::impl::gradient_edge(input)}) {}
-  autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    return std::move(gradients);
-  }
-  /// set_next_edges refuses nodes that are in use already.
-  void swap_next(autograd::edge_list& edges) { next_edges_.swap(edges); }
-};
-
-struct Part {
+struct GraphPart {
   autograd::edge_list outputs;
   autograd::edge_list starts;
-  std::vector<InputNode*> inputs;  ///< Those of `starts`, which keep them alive.
-};
-
-/// While it lives, the graph of a part ends at its inputs. JoinedGraphs leads on from there: an
-/// input that depends on another one, or on a parameter, must not pass its gradient on twice.
-class EndAtInputs {
- public:
-  explicit EndAtInputs(const Part& part) : part_(part), edges_(part.inputs.size()) { swap(); }
-  ~EndAtInputs() { swap(); }
-  EndAtInputs(const EndAtInputs&) = delete;
-  EndAtInputs& operator=(const EndAtInputs&) = delete;
-
- private:
-  void swap() {
-    for (size_t i = 0; i < edges_.size(); ++i) part_.inputs[i]->swap_next(edges_[i]);
-  }
-  const Part& part_;
-  std::vector<autograd::edge_list> edges_;
 };
 
 struct Graphs : torch::CustomClassHolder {
   std::shared_ptr<ReplicaThreads> threads;
-  std::vector<Part> parts;  ///< By replica.
-  bool kept = false;        ///< Gradients of gradients come by once more.
+  std::vector<GraphPart> parts;  ///< By replica.
+  bool kept = false;             ///< Gradients of gradients come by once more.
 };
 
 /// Whether the graph is kept for another backward. Our own walk of the graph, which is no task of
@@ -112,8 +78,8 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
   }
 
  private:
-  static autograd::variable_list run_part(const Part& part, const at::Tensor* gradients, bool keep,
-                                          bool create) {
+  static autograd::variable_list run_part(const GraphPart& part, const at::Tensor* gradients,
+                                          bool keep, bool create) {
     autograd::edge_list roots;
     autograd::variable_list values;
     for (size_t k = 0; k < part.outputs.size(); ++k) {
@@ -122,7 +88,6 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
       values.push_back(gradients[k]);
     }
     if (roots.empty() || part.starts.empty()) return autograd::variable_list(part.starts.size());
-    const EndAtInputs ends(part);
     return autograd::Engine::get_default_engine().execute(roots, values, keep, create,
                                                           /*accumulate_grad=*/false, part.starts);
   }
@@ -137,42 +102,21 @@ bool joins_graphs(const ReplicaThreads& threads, size_t replicas) {
                      [](c10::Device device) { return device.is_cpu(); });
 }
 
-std::vector<GraphStart> begin_graph(std::vector<at::Tensor>& inputs) {
-  std::vector<GraphStart> starts;
-  std::map<const c10::TensorImpl*, at::Tensor> made;  // A tensor may be given twice.
-  for (at::Tensor& input : inputs) {
-    if (!input.requires_grad()) continue;
-    at::Tensor& own = made[input.unsafeGetTensorImpl()];
-    if (!own.defined()) {
-      own = input.detach();
-      autograd::create_gradient_edge(own, make_node<InputNode>(input));
-      // One that forward does not see: it may write to the other.
-      at::Tensor start = input.detach();
-      autograd::impl::set_gradient_edge(start, autograd::impl::gradient_edge(own));
-      starts.push_back({input, start});
-    }
-    input = own;
-  }
-  return starts;
-}
-
 void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
-                 const std::vector<std::vector<GraphStart>>& starts,
+                 const std::vector<std::vector<at::Tensor>>& parameters,
                  std::vector<std::vector<at::Tensor>>& outputs) {
   auto graphs = c10::make_intrusive<Graphs>();
   graphs->threads = threads;
   std::vector<at::Tensor> all_starts, all_outputs;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    Part& part = graphs->parts.emplace_back();
-    for (const GraphStart& start : starts[i]) {
-      const bool is_input = start.input.defined();
-      const autograd::Edge edge =
-          autograd::impl::gradient_edge(is_input ? start.input : start.tensor);
+    GraphPart& part = graphs->parts.emplace_back();
+    for (const at::Tensor& parameter : parameters[i]) {
+      if (!parameter.requires_grad()) continue;
+      const autograd::Edge edge = autograd::impl::gradient_edge(parameter);
       // Once each: a tied parameter's gradient must not come twice.
       if (std::find(part.starts.begin(), part.starts.end(), edge) != part.starts.end()) continue;
       part.starts.push_back(edge);
-      all_starts.push_back(start.tensor);
-      if (is_input) part.inputs.push_back(static_cast<InputNode*>(edge.function.get()));
+      all_starts.push_back(parameter);
     }
     for (const at::Tensor& output : outputs[i]) {
       if (!output.requires_grad()) continue;
@@ -307,10 +251,6 @@ ReplicaThreads::~ReplicaThreads() {
 
 const std::vector<c10::Device>& ReplicaThreads::devices() const {
   return impl_->devices;
-}
-
-int ReplicaThreads::threads_each() const {
-  return impl_->threads_each;
 }
 
 void ReplicaThreads::run(size_t count, const std::function<void(size_t)>& work) {

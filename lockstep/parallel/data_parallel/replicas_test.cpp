@@ -105,7 +105,6 @@ TEST(Replicas, FollowMembersAndOptionsThatChange) {
   net->offsets[0] = 1;
   parallel.remake_replicas();
   EXPECT_TRUE(at::equal(parallel.forward(x), at::full({4}, 1.5))) << "what a member points to";
-  EXPECT_EQ(parallel.statistics().forwards, 4);
 }
 
 struct HolderImpl : nn::Module {

@@ -363,7 +363,7 @@ at::Tensor gather_tensors(const std::vector<at::Tensor>& parts, c10::Device devi
         part.device() == device ? part : part.to(device, /*non_blocking=*/false);
     moved.push_back(scalars ? there.reshape({1}) : there);
   }
-  return at::cat(moved, scalars ? 0 : dim);
+  return moved.size() == 1 ? moved.front() : at::cat(moved, scalars ? 0 : dim);
 }
 
 }  // namespace lockstep::detail
