@@ -5,7 +5,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/log.h"
 
 namespace lockstep {
 namespace {
@@ -26,17 +25,6 @@ int count_of(const ProcessGroup& group, double mine) {
 std::string who(const ProcessGroup& group) {
   return "Join, rank " + std::to_string(group.rank()) + ": ";
 }
-
-/// How many Joins that let ranks run out of inputs run those on this thread.
-thread_local int uneven_runs = 0;
-
-struct UnevenRun {
-  explicit UnevenRun(bool uneven) : count(uneven ? 1 : 0) { uneven_runs += count; }
-  ~UnevenRun() { uneven_runs -= count; }
-  UnevenRun(const UnevenRun&) = delete;
-  UnevenRun& operator=(const UnevenRun&) = delete;
-  const int count;
-};
 
 constexpr const char* kHint =
     "give every rank as many batches, or leave JoinOptions::throw_on_early_termination false";
@@ -69,30 +57,19 @@ Join::~Join() {
 }
 
 void Join::run(const std::function<void()>& inputs) {
-  {
-    const UnevenRun run(options_.enable && !options_.throw_on_early_termination);
-    inputs();
-  }
+  inputs();
   if (!options_.enable) return;
   const ProcessGroup& group = joinables_.front().get().join_process_group();
-  constexpr int kManyFewer = 1000;
   bool is_last_joiner = true;
-  for (int iteration = 0; count_of(group, 0) > 0; ++iteration) {
+  while (count_of(group, 0) > 0) {
     if (options_.throw_on_early_termination) {
       count_of(group, 1);
       throw MismatchError(who(group) + "this rank has no inputs left, but others have", kHint);
     }
-    if (iteration == kManyFewer)
-      log_warning(who(group) + "this rank has at least " + std::to_string(kManyFewer) +
-                  " inputs fewer than others, and trains nothing meanwhile");
     for (const auto& hook : hooks_) hook->main_hook();
     is_last_joiner = false;
   }
   for (const auto& hook : hooks_) hook->post_hook(is_last_joiner);
-}
-
-bool Join::lets_ranks_run_out() {
-  return uneven_runs > 0;
 }
 
 std::optional<ActiveRanks> Join::notify_join_context(Joinable& joinable) {

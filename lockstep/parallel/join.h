@@ -74,8 +74,8 @@ class Joinable {
 /// it gets the others' mean, so that ZeroRedundancyOptimizer updates its part from it. At the end
 /// all have the parameters of the last rank that trained.
 ///
-/// Batch norm over all ranks (SyncBatchNorm) throws UsageError here, as ranks without inputs run no
-/// module. With `throw_on_early_termination` it may be used.
+/// Batch norm over all ranks (SyncBatchNorm) needs as many inputs on every rank: those without run
+/// no module, and the others' calls end with a MismatchError or TimeoutError.
 ///
 /// All Joinables must have one group. They must outlive this. Destroying it takes them out.
 class Join {
@@ -95,9 +95,6 @@ class Join {
   /// Tells ranks without inputs that this one has some. Only the first Joinable of a Join does so,
   /// and none outside of one.
   static std::optional<ActiveRanks> notify_join_context(Joinable& joinable);
-  /// Whether this thread is in the `inputs` of a Join in which ranks may run out of theirs. What
-  /// makes collective calls there and is no Joinable would wait for those ranks.
-  static bool lets_ranks_run_out();
 
  private:
   std::vector<std::reference_wrapper<Joinable>> joinables_;

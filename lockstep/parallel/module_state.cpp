@@ -27,30 +27,18 @@ bool has_sparse_gradient(const torch::nn::Module& module) {
   return false;
 }
 
-Json describe(const char* kind, const NamedTensor& item) {
-  const at::Tensor& tensor = item.tensor;
-  return {{"kind", kind},
-          {"name", item.name},
-          {"shape", tensor.sizes().vec()},
-          {"dtype", std::string(c10::toString(tensor.scalar_type()))},
-          {"strides", tensor.strides().vec()},
-          {"gradient", tensor.requires_grad()}};
-}
-
-Json describe(const ModuleState& state) {
-  Json list = Json::array();
-  for (const NamedTensor& item : state.parameters) list.push_back(describe("parameter", item));
-  for (const NamedTensor& item : state.buffers) list.push_back(describe("buffer", item));
+/// What must be alike on all ranks, in words.
+std::vector<std::string> describe(const ModuleState& state) {
+  std::vector<std::string> list;
+  const auto add = [&](const std::string& kind, const NamedTensor& item) {
+    const at::Tensor& tensor = item.tensor;
+    list.push_back(kind + " '" + item.name + "' " + c10::toString(tensor.scalar_type()) + " " +
+                   c10::str(tensor.sizes()) + " strides " + c10::str(tensor.strides()) +
+                   (tensor.requires_grad() || kind == "buffer" ? "" : " (frozen)"));
+  };
+  for (const NamedTensor& item : state.parameters) add("parameter", item);
+  for (const NamedTensor& item : state.buffers) add("buffer", item);
   return list;
-}
-
-std::string text_of(const Json& item, bool with_strides) {
-  if (item.is_null()) return "nothing";
-  std::string text = item["kind"].get<std::string>() + " '" + item["name"].get<std::string>() +
-                     "' " + item["dtype"].get<std::string>() + " " + item["shape"].dump();
-  if (with_strides) text += " strides " + item["strides"].dump();
-  if (item["kind"] == "parameter" && !item["gradient"].get<bool>()) text += " (frozen)";
-  return text;
 }
 
 /// What free_values leaves has one element in memory. A FullyShardedDataParallel that is gone
@@ -143,14 +131,14 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group,
   for (size_t rank = 1; rank < all.size(); ++rank) {
     const Json& other = all[rank];
     for (size_t i = 0; i < std::max(first.size(), other.size()); ++i) {
-      const Json a = i < first.size() ? first[i] : Json(), b = i < other.size() ? other[i] : Json();
-      if (a == b) continue;
-      const bool strides =
-          !a.is_null() && !b.is_null() && a["strides"] != b["strides"] && a["shape"] == b["shape"];
+      const auto text = [&](const Json& list) {
+        return i < list.size() ? list[i].get<std::string>() : "nothing";
+      };
+      if (text(first) == text(other)) continue;
       throw MismatchError(
           what + ": the ranks have different modules; the first difference is at tensor " +
-              std::to_string(i) + ": rank 0 has " + text_of(a, strides) + ", rank " +
-              std::to_string(rank) + " has " + text_of(b, strides),
+              std::to_string(i) + ": rank 0 has " + text(first) + ", rank " + std::to_string(rank) +
+              " has " + text(other),
           "make the same module, with the same options, on every rank");
     }
   }

@@ -45,7 +45,7 @@ TEST(ModuleState, AnotherShapeIsNamed) {
       [](Free& module, int rank) {
         module.register_parameter("w", at::zeros({3, 4 + rank}));
       },
-      {"rank 0 has parameter 'w' Float [3,4]", "rank 1 has parameter 'w' Float [3,5]"});
+      {"rank 0 has parameter 'w' Float [3, 4]", "rank 1 has parameter 'w' Float [3, 5]"});
 }
 
 TEST(ModuleState, TensorsWithoutValuesAreRefused) {
@@ -97,7 +97,7 @@ TEST(ModuleState, OtherStridesAreNamed) {
         const at::Tensor square = at::zeros({3, 3});
         module.register_parameter("w", rank == 0 ? square : square.t());
       },
-      {"strides [3,1]", "strides [1,3]"});
+      {"strides [3, 1]", "strides [1, 3]"});
 }
 
 TEST(ModuleState, ABufferThatDiffersIsNamed) {

@@ -22,12 +22,6 @@ void check_warmup(const char* averager, int64_t warmup_steps) {
                    " warm-up steps; expected 0 or more");
 }
 
-void warn_of_every_step(const char* averager) {
-  log_warning(std::string(averager) +
-              ": with a period of 1 the parameters are averaged in every step, which sends no less "
-              "than DistributedDataParallel does for gradients: use that alone");
-}
-
 constexpr const char* kStepKey = "averager_step.0";
 
 }  // namespace
@@ -41,7 +35,6 @@ PeriodicModelAverager::PeriodicModelAverager(int64_t period, int64_t warmup_step
     throw UsageError(std::string(kName) + ": the period is " + std::to_string(period) +
                      "; expected 1 step or more");
   }
-  if (period == 1) warn_of_every_step(kName);
 }
 
 void PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& parameters) {
@@ -76,7 +69,6 @@ HierarchicalModelAverager::HierarchicalModelAverager(
                          ", but the group has " + counted(group.size(), "rank"),
                      "the largest period averages over the whole group");
   }
-  if (before == 1) warn_of_every_step(kName);
   for (const auto& [period, size] : period_group_sizes) {
     levels_.push_back({period, size == group.size() ? group : new_subgroups(group, size)});
   }

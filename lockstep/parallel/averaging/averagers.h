@@ -36,8 +36,7 @@ class ModelAverager {
 /// warmup_steps + period, and so on, counted from 0.
 class PeriodicModelAverager : public ModelAverager {
  public:
-  /// Throws UsageError for a period below 1 and negative warm-up. Warns about a period of 1,
-  /// because DistributedDataParallel then sends no more than this.
+  /// Throws UsageError for a period below 1 and negative warm-up.
   PeriodicModelAverager(int64_t period, int64_t warmup_steps, ProcessGroup group);
   void average_parameters(const std::vector<at::Tensor>& parameters) override;
 

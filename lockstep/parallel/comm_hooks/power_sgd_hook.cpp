@@ -106,18 +106,18 @@ std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
   return parts;
 }
 
+/// The mean of a bucket over a group, in the background.
+std::function<at::Tensor()> start_mean(const ProcessGroup& group, const at::Tensor& gradients) {
+  at::Tensor mean = gradients;
+  mean.div_(group.size());
+  return [work = group.all_reduce_async(mean), mean] {
+    work.wait();
+    return mean;
+  };
+}
+
 /// One bucket on its way.
 struct Compression {
-  Compression(std::shared_ptr<PowerSGDState::Impl> its, ProcessGroup of,
-              const GradientBucket& bucket, bool as_square)
-      : state(std::move(its)),
-        group(std::move(of)),
-        square(as_square),
-        index(bucket.index),
-        is_last(bucket.is_last),
-        length(bucket.gradients.numel()),
-        gradients(bucket.gradients) {}
-
   std::shared_ptr<PowerSGDState::Impl> state;
   ProcessGroup group;
   bool square;  ///< The bucket is one square matrix.
@@ -293,9 +293,11 @@ AsyncGradientHook hook_of(std::shared_ptr<PowerSGDState::Impl> state, bool squar
     const c10::AutoGradMode no_grad(false);
     if (!state->started()) {
       state->finish_bucket(bucket.is_last);
-      return detail::start_mean(group, bucket.gradients);
+      return start_mean(group, bucket.gradients);
     }
-    const auto way = std::make_shared<Compression>(state, group, bucket, square);
+    const auto way = std::make_shared<Compression>(
+        Compression{state, group, square, bucket.index, bucket.is_last, bucket.gradients.numel(),
+                    bucket.gradients});
     way->start(bucket);
     return [way] { return way->finish(); };
   };
@@ -360,22 +362,12 @@ AsyncGradientHook post_local_sgd_hook(std::shared_ptr<PostLocalSGDState> state) 
   return [state](const ProcessGroup& group, GradientBucket& bucket) -> std::function<at::Tensor()> {
     if (state->iter < state->start_local_sgd_iter) {
       state->iter += bucket.is_last ? 1 : 0;
-      return detail::start_mean(group, bucket.gradients);
+      return start_mean(group, bucket.gradients);
     }
     if (!state->post_local_gradient_allreduce) {
       return [gradients = bucket.gradients] { return gradients; };
     }
-    return detail::start_mean(state->subgroup, bucket.gradients);
-  };
-}
-
-std::function<at::Tensor()> detail::start_mean(const ProcessGroup& group,
-                                               const at::Tensor& gradients) {
-  at::Tensor mean = gradients;
-  mean.div_(group.size());
-  return [work = group.all_reduce_async(mean), mean] {
-    work.wait();
-    return mean;
+    return start_mean(state->subgroup, bucket.gradients);
   };
 }
 

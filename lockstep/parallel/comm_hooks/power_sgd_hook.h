@@ -84,10 +84,4 @@ struct PostLocalSGDState {
 /// optimizer's step: see PostLocalSGDOptimizer. Sums have the bits of DDP without a hook.
 AsyncGradientHook post_local_sgd_hook(std::shared_ptr<PostLocalSGDState> state);
 
-namespace detail {
-
-/// The mean of a bucket over a group, in the background: what the hooks of this folder begin with.
-std::function<at::Tensor()> start_mean(const ProcessGroup& group, const at::Tensor& gradients);
-
-}  // namespace detail
 }  // namespace lockstep

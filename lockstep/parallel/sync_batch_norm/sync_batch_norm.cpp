@@ -14,7 +14,6 @@
 
 #include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/join.h"
 
 namespace lockstep::detail {
 namespace {
@@ -79,9 +78,10 @@ Moments joined_moments(const at::Tensor& x, const ProcessGroup& group) {
   return moments;
 }
 
-void update_running(const at::Tensor& running, const at::Tensor& value, double momentum) {
-  if (!running.defined()) return;
-  running.mul_(1 - momentum).add_(value.to(running.scalar_type()), momentum);
+void update_running(const std::optional<at::Tensor>& running, const at::Tensor& value,
+                    double momentum) {
+  if (!running || !running->defined()) return;
+  running->mul_(1 - momentum).add_(value.to(running->scalar_type()), momentum);
 }
 
 class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunction> {
@@ -103,7 +103,8 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
     // Evaluation of these statistics: LibTorch's kernel for every memory format. Its weights are of
     // the statistics' type, which for an input of 16 bits is float32.
     const auto as_mean = [&mean](const std::optional<at::Tensor>& tensor) {
-      return tensor ? std::optional(tensor->to(mean.scalar_type())) : std::nullopt;
+      return tensor && tensor->defined() ? std::optional(tensor->to(mean.scalar_type()))
+                                         : std::nullopt;
     };
     return std::get<0>(at::native_batch_norm(x, as_mean(weight), as_mean(bias), mean, variance,
                                              /*training=*/false, /*momentum=*/0, eps));
@@ -154,16 +155,11 @@ class SyncBatchNormFunction : public torch::autograd::Function<SyncBatchNormFunc
 /// variance. The sums are made in double, in the ranks' order, to the same bits on all ranks.
 /// Backward is a collective too. Gradients of `weight` and `bias` are this rank's own parts, as
 /// DistributedDataParallel expects them. Throws UsageError for one value per channel in all.
-at::Tensor sync_batch_norm(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                           const at::Tensor& running_mean, const at::Tensor& running_var,
-                           double momentum, double eps, const ProcessGroup& group) {
-  if (Join::lets_ranks_run_out()) {
-    throw UsageError("SyncBatchNorm, rank " + std::to_string(group.rank()) +
-                         ": under Join ranks without inputs run no module, so its statistics would "
-                         "wait for them",
-                     "set JoinOptions::throw_on_early_termination, give every rank as many batches "
-                     "without Join, or use BatchNorm");
-  }
+at::Tensor sync_batch_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight,
+                           const std::optional<at::Tensor>& bias,
+                           const std::optional<at::Tensor>& running_mean,
+                           const std::optional<at::Tensor>& running_var, double momentum,
+                           double eps, const ProcessGroup& group) {
   at::Tensor mean, variance;
   double count = 0;
   {
@@ -176,11 +172,7 @@ at::Tensor sync_batch_norm(const at::Tensor& x, const at::Tensor& weight, const 
     mean = moments.mean.to(type);
     variance = moments.variance.to(type);
   }
-  const auto given = [](const at::Tensor& tensor) {
-    return tensor.defined() ? std::optional(tensor) : std::nullopt;
-  };
-  return SyncBatchNormFunction::apply(x, given(weight), given(bias), mean, variance, count, eps,
-                                      group);
+  return SyncBatchNormFunction::apply(x, weight, bias, mean, variance, count, eps, group);
 }
 
 }  // namespace
@@ -207,11 +199,8 @@ at::Tensor batch_norm(const at::Tensor& input, const std::optional<at::Tensor>& 
     return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
                           cudnn_enabled);
   }
-  const auto tensor = [](const std::optional<at::Tensor>& value) {
-    return value.value_or(at::Tensor());
-  };
-  return detail::sync_batch_norm(input, tensor(weight), tensor(bias), tensor(running_mean),
-                                 tensor(running_var), momentum, eps, *current_group);
+  return detail::sync_batch_norm(input, weight, bias, running_mean, running_var, momentum, eps,
+                                 *current_group);
 }
 
 /// As it is. LibTorch's calls at::batch_norm, with the samples' statistics as further channels.

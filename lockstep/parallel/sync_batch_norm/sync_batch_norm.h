@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/wrapped_module.h"
 
 namespace lockstep {
 
@@ -82,13 +83,7 @@ class SyncBatchNormed {
   SyncBatchNormed* operator->() { return this; }
   const SyncBatchNormed* operator->() const { return this; }
   auto parameters() const { return module_->parameters(); }
-  auto ptr() const {
-    if constexpr (requires { module_.ptr(); }) {
-      return module_.ptr();
-    } else {
-      return module_;
-    }
-  }
+  auto ptr() const { return detail::module_pointer(module_); }
 
  private:
   ModulePtr module_;

@@ -279,26 +279,6 @@ TEST_P(SyncBatchNorms, GuardsNest) {
   });
 }
 
-TEST_P(SyncBatchNorms, UnderJoinAreRefusedWhereRanksMayRunOutOfInputs) {
-  run_group(2, [](const ProcessGroup& group) {
-    const c10::AutoGradMode gradients(true);
-    const auto train = [&](const JoinOptions& options, int inputs) {
-      auto net = std::make_shared<Mixed>();
-      DistributedDataParallel ddp(convert_sync_batchnorm(net, group), group);
-      Join join({ddp}, options);
-      join.run([&] {
-        for (int step = 0; step < inputs; ++step) {
-          ddp.forward(values({4, 2, 4, 4}, step + group.rank())).square().sum().backward();
-          net->zero_grad();
-        }
-      });
-    };
-    EXPECT_THROW(train({}, 2), UsageError);
-    train({.enable = false}, 2);
-    EXPECT_THROW(train({.throw_on_early_termination = true}, 1 + group.rank()), MismatchError);
-  });
-}
-
 TEST(SyncBatchNormModule, WrongUse) {
   test::run_group(
       2,
