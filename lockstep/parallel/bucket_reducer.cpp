@@ -35,8 +35,6 @@ class BucketReducer : public GradientReducer {
     make_buckets(first_layout(parameters_, std::vector<bool>(parameters_.size()), options_));
   }
 
-  ArrivalRules rules() const override { return {.can_wait = true}; }
-
   void before_forward(bool) override {
     if (rebuilt_ || order_.size() != parameters_.size()) return;
     make_buckets(agree_on_layout(layout_by_arrival(parameters_, order_, options_), group_));
@@ -52,11 +50,11 @@ class BucketReducer : public GradientReducer {
     for (Bucket& bucket : buckets_) bucket.pending = bucket.parameters.size();
     if (!rebuilt_) order_.clear();
     next_ = 0;
-    begin_in(GradientPlace::of_this_backward());
+    begin_in(context_of_this_backward());
   }
 
   void take(size_t index) override {
-    if (!place_.is_of_this_backward()) throw_elsewhere(index);
+    if (context_ != context_of_this_backward()) throw_elsewhere(index);
     if (!rebuilt_) order_.push_back(index);
     stage(index);
     if (--buckets_[bucket_of_[index]].pending == 0) reduce_what_is_ready();
@@ -66,7 +64,7 @@ class BucketReducer : public GradientReducer {
 
   void reduce_zeros() override {
     const c10::AutoGradMode no_grad(false);
-    place_ = {};
+    context_ = nullptr;
     for (Bucket& bucket : buckets_) {
       bucket.flat.zero_();
       group_.all_reduce(bucket.flat);
@@ -105,9 +103,9 @@ class BucketReducer : public GradientReducer {
   }
 
   /// The gradients of a backward of a context use the buckets. Those that are there stay apart.
-  void begin_in(GradientPlace place) {
-    place_ = std::move(place);
-    if (!place_.is_context() || !as_views_) return;
+  void begin_in(DistAutogradContext context) {
+    context_ = std::move(context);
+    if (!context_ || !as_views_) return;
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) {
       at::Tensor& gradient = parameters_[i].mutable_grad();
@@ -169,8 +167,8 @@ class BucketReducer : public GradientReducer {
 
   /// Puts a gradient, divided, into its bucket.
   void stage(size_t index) {
-    place_.visit(parameters_[index], names_[index],
-                 [&](at::Tensor& gradient) { stage(index, gradient); });
+    visit_gradient(context_, parameters_[index], names_[index],
+                   [&](at::Tensor& gradient) { stage(index, gradient); });
   }
   void stage(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
@@ -195,7 +193,7 @@ class BucketReducer : public GradientReducer {
           "depend on");
     }
     scaled_copy(view, gradient.detach(), 1.0 / divisor_);
-    if (as_views_ && !place_.is_context()) gradient = view;  // A context may outlive the bucket.
+    if (as_views_ && !context_) gradient = view;  // A context may outlive the bucket.
   }
 
   /// Buckets are reduced in their order, so that all ranks make the same calls.
@@ -217,16 +215,16 @@ class BucketReducer : public GradientReducer {
     }
     const c10::AutoGradMode no_grad(false);
     for (size_t i = 0; i < parameters_.size(); ++i) deliver(i);
-    place_ = {};
+    context_ = nullptr;
   }
 
   void deliver(size_t index) {
-    place_.visit(parameters_[index], names_[index],
-                 [&](at::Tensor& gradient) { deliver(index, gradient); });
+    visit_gradient(context_, parameters_[index], names_[index],
+                   [&](at::Tensor& gradient) { deliver(index, gradient); });
   }
   void deliver(size_t index, at::Tensor& gradient) {
     const at::Tensor& view = views_[index];
-    if (place_.is_context()) {
+    if (context_) {
       gradient = view.clone();  // What came may still be on its way to another worker.
       return;
     }
@@ -258,7 +256,7 @@ class BucketReducer : public GradientReducer {
   std::vector<size_t> order_;      ///< In which gradients came, until the buckets follow it.
   size_t next_ = 0;                ///< The first bucket that is not being reduced.
   bool rebuilt_ = false;
-  GradientPlace place_;  ///< Of the gradients that are taken.
+  DistAutogradContext context_;  ///< Of the gradients that are taken.
   bool within_backward_ = false;
   bool warned_ = false;
 };

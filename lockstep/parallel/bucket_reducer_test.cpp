@@ -120,7 +120,7 @@ History train(const Case& c, Reducer reducer, bool walk) {
                     auto sgd = make_optimizer("sgd", parameters, {.lr = 0.01, .momentum = 0.9});
                     const auto backward = [&](int step) {
                       const at::Tensor loss = ddp(batch_of(c, group.rank(), step)).square().mean();
-                      EXPECT_EQ(walks_backward(loss), reducer == Reducer::lockstep);
+                      EXPECT_EQ(walks_backward(loss), reducer == Reducer::automatic);
                       walk ? lockstep::backward(loss) : loss.backward();
                     };
                     for (int step = 0; step < 8; ++step) {
@@ -179,44 +179,22 @@ void expect_alike(const History& ours, const History& theirs) {
 }
 
 TEST_P(BucketReducer, GivesTheBitsOfTheOtherOne) {
-  expect_alike(train(GetParam(), Reducer::lockstep, false),
+  expect_alike(train(GetParam(), Reducer::automatic, false),
                train(GetParam(), Reducer::c10d, false));
 }
 
 TEST_P(BucketReducer, GivesTheSameBitsInOurOwnBackward) {
-  expect_alike(train(GetParam(), Reducer::lockstep, true), train(GetParam(), Reducer::c10d, true));
+  expect_alike(train(GetParam(), Reducer::automatic, true), train(GetParam(), Reducer::c10d, true));
 }
 
 class BucketReducers : public test::OverBackends {};
 INSTANTIATE_TEST_SUITE_P(All, BucketReducers, test::over_backends(), test::backend_name);
 
-TEST_P(BucketReducers, SaysWhatItDoesNotDo) {
-  run_group(2, [&](ProcessGroup group) {
-    const auto refusal = [&](auto net, DdpOptions options) -> std::string {
-      options.reducer = Reducer::lockstep;
-      try {
-        DistributedDataParallel ddp(net, group, options);
-        return "none";
-      } catch (const UsageError& error) {
-        return error.what();
-      }
-    };
-    EXPECT_EQ(refusal(std::make_shared<Net>(), {}), "none");
-    EXPECT_THAT(refusal(std::make_shared<Net>(), {.find_unused_parameters = true}),
-                HasSubstr("has no find_unused_parameters"));
-    EXPECT_THAT(refusal(std::make_shared<Net>(), {.static_graph = true}),
-                HasSubstr("has no static_graph"));
-    EXPECT_THAT(refusal(std::make_shared<Net>(), {.comm_hook = CommHook::bf16_compress}),
-                HasSubstr("has no communication hooks"));
-    EXPECT_THAT(refusal(std::make_shared<Lookup>(), {}), HasSubstr("has no sparse gradients"));
-  });
-}
-
 TEST_P(BucketReducers, AParameterThatComesTwiceIsNamed) {
   run_group(2, [&](ProcessGroup group) {
     auto net = std::make_shared<Net>();
     fill(*net, 1);
-    DistributedDataParallel ddp(net, group, {.reducer = Reducer::lockstep});
+    DistributedDataParallel ddp(net, group, {.reducer = Reducer::automatic});
     // The first backward does not reach one layer; the second, of the same forward, runs into the
     // other again.
     const at::Tensor hidden = ddp.module().first(values({4, 6}, 0));

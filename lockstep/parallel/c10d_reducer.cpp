@@ -100,35 +100,11 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>&
 
 using Future = c10::ivalue::Future;
 
-/// Sends the gradients as bfloat16. (LibTorch has this for fp16 only.)
-class Bf16Hook : public c10d::CppCommHookInterface<ProcessGroup> {
- public:
-  using CppCommHookInterface::CppCommHookInterface;
-
-  c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
-    c10d::ProcessGroup& group = state_.native();
-    // Divided first, as in Python, so that the sum does not overflow.
-    std::vector<at::Tensor> compressed{
-        bucket.getBuffer().to(at::kBFloat16).div_(static_cast<double>(state_.size()))};
-    const at::Tensor& wide = bucket.getBuffer();
-    auto narrow = compressed.front();
-    return group.allreduce(compressed)
-        ->getFuture()
-        ->then(
-            [wide, narrow](Future& future) {
-              if (future.hasError()) std::rethrow_exception(future.exception_ptr());
-              wide.copy_(narrow);
-              return c10::IValue(wide);
-            },
-            c10::TensorType::get());
-  }
-};
-
-/// The user's own hook. The future that the reducer gets is complete at once and holds only the
+/// A hook of our own kind. The future that the reducer gets is complete at once and holds only the
 /// bucket's number; the hook's second part runs when the reducer asks for the result.
-class UserHook : public c10d::CommHookInterface {
+class Hook : public c10d::CommHookInterface {
  public:
-  UserHook(ProcessGroup group, AsyncGradientHook hook)
+  Hook(ProcessGroup group, AsyncGradientHook hook)
       : group_(std::move(group)), hook_(std::move(hook)) {}
 
   c10::intrusive_ptr<Future> runHook(c10d::GradBucket& bucket) override {
@@ -172,27 +148,21 @@ AsyncGradientHook as_async(GradientHook hook) {
   };
 }
 
-/// Installs the options' hook, if any.
-void register_hook(c10d::Reducer& reducer, const ProcessGroup& group, const DdpOptions& options) {
-  if (options.async_custom_hook || options.custom_hook) {
-    reducer.register_comm_hook(std::make_unique<UserHook>(
-        group,
-        options.async_custom_hook ? options.async_custom_hook : as_async(options.custom_hook)));
-    return;
-  }
-  switch (options.comm_hook) {
-    case CommHook::none:
-      return;
-    case CommHook::allreduce:
-      reducer.register_builtin_comm_hook(c10d::BuiltinCommHookType::ALLREDUCE);
-      return;
-    case CommHook::fp16_compress:
-      reducer.register_builtin_comm_hook(c10d::BuiltinCommHookType::FP16_COMPRESS);
-      return;
-    case CommHook::bf16_compress:
-      reducer.register_comm_hook(std::make_unique<Bf16Hook>(group));
-      return;
-  }
+/// Sends the gradients as bfloat16. (LibTorch has this for fp16 only.)
+std::function<at::Tensor()> start_bf16(const ProcessGroup& group, GradientBucket& bucket) {
+  // Divided first, as in Python, so that the sum does not overflow.
+  at::Tensor narrow = bucket.gradients.to(at::kBFloat16).div_(static_cast<double>(group.size()));
+  return [work = group.all_reduce_async(narrow), narrow, wide = bucket.gradients]() mutable {
+    work.wait();
+    return wide.copy_(narrow);
+  };
+}
+
+/// The options' hook that is none of LibTorch's; null where there is none.
+AsyncGradientHook hook_of(const DdpOptions& options) {
+  if (options.async_custom_hook) return options.async_custom_hook;
+  if (options.custom_hook) return as_async(options.custom_hook);
+  return options.comm_hook == CommHook::bf16_compress ? start_bf16 : AsyncGradientHook();
 }
 
 class C10dReducer : public GradientReducer {
@@ -208,7 +178,7 @@ class C10dReducer : public GradientReducer {
     // The reducer uses its logger without asking whether it has one when unused parameters change.
     logger_ = std::make_shared<c10d::Logger>(reducer_);
     reducer_->set_logger(logger_);
-    register_hook(*reducer_, group, options);
+    register_hook(options);
     if (options.static_graph) reducer_->set_static_graph();
   }
 
@@ -260,8 +230,8 @@ class C10dReducer : public GradientReducer {
   void take(size_t index) override {
     const ReducedParameter& parameter = parameters_[index];
     if (!parameter.sparse_gradient) return;
-    GradientPlace::of_this_backward().visit(
-        parameter.tensor, parameter.name,
+    visit_gradient(
+        context_of_this_backward(), parameter.tensor, parameter.name,
         [](at::Tensor& gradient) { gradient = gradient.defined() ? gradient.clone() : gradient; });
   }
 
@@ -284,7 +254,9 @@ class C10dReducer : public GradientReducer {
     for (size_t i = 0; i < buckets.size(); ++i) {
       futures[i]->waitAndThrow();
       const c10::IValue& value = futures[i]->constValue();
-      deliver(buckets[i], value.isTensor() ? value.toTensor() : value.toTensorVector().at(0));
+      deliver(buckets[i], hook_              ? hook_->parseHookResult(value)
+                          : value.isTensor() ? value.toTensor()
+                                             : value.toTensorVector().at(0));
     }
     if (find_unused_) {
       std::vector<at::Tensor> used{reducer_->get_local_used_map_on_device()};
@@ -318,6 +290,18 @@ class C10dReducer : public GradientReducer {
    private:
     c10::intrusive_ptr<c10::ivalue::Future> future_;
   };
+
+  void register_hook(const DdpOptions& options) {
+    if (const AsyncGradientHook hook = hook_of(options)) {
+      auto own = std::make_unique<Hook>(group_, hook);
+      hook_ = own.get();
+      reducer_->register_comm_hook(std::move(own));
+    } else if (options.comm_hook == CommHook::allreduce) {
+      reducer_->register_builtin_comm_hook(c10d::BuiltinCommHookType::ALLREDUCE);
+    } else if (options.comm_hook == CommHook::fp16_compress) {
+      reducer_->register_builtin_comm_hook(c10d::BuiltinCommHookType::FP16_COMPRESS);
+    }
+  }
 
   /// A bucket's mean becomes the gradients of its parameters.
   static void deliver(c10d::GradBucket& bucket, const at::Tensor& flat) {
@@ -380,6 +364,7 @@ class C10dReducer : public GradientReducer {
   const Passed passed_ = std::make_shared<Passage>();
   std::shared_ptr<c10d::Reducer> reducer_;
   std::shared_ptr<c10d::Logger> logger_;
+  Hook* hook_ = nullptr;  ///< One of our own kind. The reducer owns it.
 };
 
 }  // namespace

@@ -56,105 +56,163 @@ struct Kind {
         memory(tensor.storage().getWeakStorageImpl()) {}
 };
 
-}  // namespace
-
-struct DdpCore::Impl : Joinable, GradientReceiver {
-  ProcessGroup group;
-  std::vector<at::Tensor> buffers;  ///< Those that are broadcast before a forward.
-  int64_t elements = 0;             ///< That get a gradient.
-  int64_t iterations = 0;
-  int64_t steps = 0;    ///< That average gradients.
-  std::string what;     ///< For messages.
-  bool wrapped = true;  ///< Forwards tell of themselves.
-  bool fixed = false;   ///< The reducer is the caller's own.
-  DdpOptions options;
-  bool forwarded = false;      ///< One has.
-  int64_t awaited = 0;         ///< Forwards whose backward is to average, and has not.
-  bool graph_is_kept = false;  ///< By the backward of this round.
-  bool synchronizing = true;
-  bool sync_buffers = true;
-  bool adding_up = false;
-  bool all_frozen = false;      ///< At the last forward, as a GAN's discriminator is at times.
-  bool has_own_hook = false;    ///< Of the user's, which a Join cannot run for other ranks.
-  bool divides_by_size = true;  ///< Also while some ranks have no inputs left.
-  const torch::nn::Module* module = nullptr;  ///< Where forwards tell of themselves. It lives on.
-  size_t all_parameters = 0;                  ///< Of the module, when it was wrapped.
-  int64_t forwards = 0;
-  ModuleState state;                     ///< Its `reduced` are the reducer's.
-  std::vector<Kind> kinds;               ///< Of the state's parameters, when the reducer was made.
-  std::vector<ReducedParameter> frozen;  ///< Of the parameters, when this was made.
-  std::optional<ActiveRanks> active;     ///< In the present iteration of a Join.
-  /// Its hooks come before those of the reducer.
-  GradientTracker tracker{*this};
-  /// Null when there is nothing to do around forward: one rank and no hook that changes bits.
-  std::unique_ptr<GradientReducer> reducer;
-
-  Impl(ProcessGroup of, std::string name) : group(std::move(of)), what(std::move(name)) {
-    if (group) return;
-    throw UsageError(what + ": the process group is null",
+/// What DistributedDataParallel and GradientAverager do.
+class Ddp final : public DdpCore, GradientTracker {
+ public:
+  /// `module` lives on. Without one no forward tells of itself.
+  Ddp(ProcessGroup group, std::string what, const torch::nn::Module* module)
+      : DdpCore(std::move(group)),
+        what_(std::move(what)),
+        module_(module),
+        all_parameters_(module ? module->parameters().size() : 0) {
+    if (group_) return;
+    throw UsageError(what_ + ": the process group is null",
                      "ranks that are not in a group must not wrap a module with it");
   }
 
-  void start(ModuleState of_module, DdpOptions with, const ReducerFactory& make_reducer) {
-    check_values(of_module, what);
-    state = std::move(of_module);
-    options = std::move(with);
-    for (const ReducedParameter& parameter : state.reduced) elements += parameter.tensor.numel();
-    if (group.size() > 1 || changes_bits(options)) prepare(make_reducer);
+  void start(ModuleState state, const DdpOptions& options, const ReducerFactory& make_reducer) {
+    check_values(state, what_);
+    state_ = std::move(state);
+    options_ = options;
+    for (const ReducedParameter& parameter : state_.reduced) elements_ += parameter.tensor.numel();
+    if (group_.size() > 1 || changes_bits(options_)) prepare(make_reducer);
   }
 
+  void before_forward() override {
+    iterations_ += synchronizing_ ? 1 : 0;
+    if (!reducer_) return;
+    active_ = Join::notify_join_context(*this);
+    if (c10::GradMode::is_enabled()) {
+      check_complete();
+      follow_module();
+      forwarded_ = true;
+      reducer_->before_forward(synchronizing_);
+    }
+    broadcast_buffers(false);
+    if (joins()) agree_to_reduce(synchronizing_);
+  }
+
+  bool wants_outputs() const override { return reducer_ && reducer_->wants_outputs(); }
+
+  void after_forward(std::vector<at::Tensor>& outputs) override {
+    if (c10::GradMode::is_enabled()) adding_up_ = !synchronizing_;
+    if (!reducer_) return;
+    const bool synchronizes = synchronizing_ && c10::GradMode::is_enabled();
+    const bool will_reduce = synchronizes && !all_frozen_;
+    if (active_) {
+      const int ranks = active_->wait();
+      active_.reset();
+      if (!divides_by_size_) reducer_->set_divisor(ranks);
+    }
+    // After a forward whose gradients stay local the buffers stay local too, as in Python.
+    sync_buffers_ = synchronizes;
+    if (will_reduce) {
+      group_.note_steps(++steps_);
+      ++awaited_;
+    }
+    reducer_->before_backward(outputs, will_reduce);
+  }
+
+  void share_buffers() override {
+    if (group_.size() > 1) broadcast_tensors(buffers_, group_);
+  }
+
+  DdpStatistics statistics() const override {
+    DdpStatistics statistics;
+    statistics.iterations = iterations_;
+    statistics.parameters = elements_;
+    if (reducer_) reducer_->fill(statistics);
+    return statistics;
+  }
+
+  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override {
+    if (has_own_hook_)
+      throw UsageError("Join: a DistributedDataParallel with a hook of the user's own",
+                       "join one without a hook, or with a CommHook");
+    divides_by_size_ = options.divide_by_initial_world_size;
+    return std::make_unique<Hook>(*this);
+  }
+
+ private:
+  /// What this does on a rank without inputs.
+  class Hook : public JoinHook {
+   public:
+    explicit Hook(Ddp& ddp) : ddp_(ddp) {}
+
+    void main_hook() override {
+      if (!ddp_.reducer_) return;
+      ddp_.reducer_->before_forward(true);
+      ddp_.broadcast_buffers(true);
+      ddp_.sync_buffers_ = ddp_.agree_to_reduce(false);
+      if (ddp_.sync_buffers_) ddp_.reducer_->reduce_zeros();
+    }
+
+    void post_hook(bool is_last_joiner) override {
+      if (!ddp_.reducer_) return;
+      const int src = ddp_.common_rank(is_last_joiner);
+      std::vector<at::Tensor> tensors = ddp_.values();
+      tensors.insert(tensors.end(), ddp_.buffers_.begin(), ddp_.buffers_.end());
+      broadcast_tensors(tensors, ddp_.group_, src);
+      ddp_.reducer_->set_divisor(ddp_.group_.size());
+      ddp_.sync_buffers_ = true;
+    }
+
+   private:
+    Ddp& ddp_;
+  };
+
   void prepare(const ReducerFactory& make_reducer) {
-    if (options.broadcast_buffers) {
-      for (const NamedTensor& item : state.buffers) buffers.push_back(item.tensor);
+    if (options_.broadcast_buffers) {
+      for (const NamedTensor& item : state_.buffers) buffers_.push_back(item.tensor);
     }
-    if (options.init_sync) {
-      check_same_state(state, group, what);
+    if (options_.init_sync) {
+      check_same_state(state_, group_, what_);
       std::vector<at::Tensor> tensors = values();
-      tensors.insert(tensors.end(), buffers.begin(), buffers.end());
-      broadcast_tensors(tensors, group);
+      tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
+      broadcast_tensors(tensors, group_);
     }
-    has_own_hook = options.custom_hook || options.async_custom_hook;
-    fixed = make_reducer != nullptr;
+    has_own_hook_ = options_.custom_hook || options_.async_custom_hook;
+    fixed_ = make_reducer != nullptr;
     set_up_reducer(make_reducer);
-    if (!wrapped) watch_all();
+    if (!module_) watch_all();
   }
 
   /// The parameters' memory as it is now.
   std::vector<at::Tensor> values() const {
     std::vector<at::Tensor> values;
-    for (const NamedTensor& item : state.parameters) values.push_back(item.tensor.detach());
+    for (const NamedTensor& item : state_.parameters) values.push_back(item.tensor.detach());
     return values;
   }
 
   void set_up_reducer(const ReducerFactory& make_reducer) {
-    kinds.clear();
-    for (const NamedTensor& item : state.parameters) kinds.emplace_back(item.tensor);
+    kinds_.clear();
+    for (const NamedTensor& item : state_.parameters) kinds_.emplace_back(item.tensor);
     std::vector<at::Tensor> tracked;
-    for (const ReducedParameter& parameter : state.reduced) tracked.push_back(parameter.tensor);
-    tracker.track(std::move(tracked));
-    reducer = make_reducer ? make_reducer(state.reduced)
-                           : make_gradient_reducer(state.reduced, group, options);
-    tracker.set_rules(reducer->rules());
+    for (const ReducedParameter& parameter : state_.reduced) tracked.push_back(parameter.tensor);
+    track(std::move(tracked));
+    reducer_ = make_reducer ? make_reducer(state_.reduced)
+                            : make_gradient_reducer(state_.reduced, group_, options_);
+    set_rules(reducer_->rules());
   }
 
   void watch_all() {
     std::vector<at::Tensor> others;
-    for (const NamedTensor& item : state.parameters) {
+    for (const NamedTensor& item : state_.parameters) {
       if (item.tensor.requires_grad()) continue;
-      frozen.push_back(item);
+      frozen_.push_back(item);
       others.push_back(item.tensor);
     }
-    tracker.watch(others);
+    watch(others);
   }
 
   /// At the first forward and every 100th, as it takes a walk through the module.
   void expect_all_parameters() {
-    if (!module || forwards++ % 100 != 0) return;
-    const size_t now = module->parameters().size();
-    if (now == all_parameters) return;
+    if (!module_ || forwards_++ % 100 != 0) return;
+    const size_t now = module_->parameters().size();
+    if (now == all_parameters_) return;
     throw UsageError(place() + ": the module has " +
                          counted(static_cast<int64_t>(now), "parameter") + ", and had " +
-                         std::to_string(all_parameters) +
+                         std::to_string(all_parameters_) +
                          " when it was wrapped: new ones would not be averaged",
                      "wrap the module after its last layer was added");
   }
@@ -164,22 +222,22 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
   void follow_module() {
     expect_all_parameters();
     const auto is_frozen = [](const NamedTensor& item) { return !item.tensor.requires_grad(); };
-    all_frozen = std::all_of(state.parameters.begin(), state.parameters.end(), is_frozen);
-    if (all_frozen) return;
-    const bool loses_hooks = tracker.refresh() && reducer->has_hooks();
+    all_frozen_ = std::all_of(state_.parameters.begin(), state_.parameters.end(), is_frozen);
+    if (all_frozen_) return;
+    const bool loses_hooks = refresh() && reducer_->has_hooks();
     const NamedTensor* const changed = find_changed();
     if (!changed && !loses_hooks) return;
-    if (fixed || has_own_hook) refuse(changed ? *changed : state.reduced.front());
-    state.reduced.clear();
-    elements = 0;
-    for (const NamedTensor& item : state.parameters) {
+    if (fixed_ || has_own_hook_) refuse(changed ? *changed : state_.reduced.front());
+    state_.reduced.clear();
+    elements_ = 0;
+    for (const NamedTensor& item : state_.parameters) {
       if (!item.tensor.requires_grad()) continue;
-      state.reduced.push_back(item);
-      elements += item.tensor.numel();
+      state_.reduced.push_back(item);
+      elements_ += item.tensor.numel();
     }
     // A rank that sees no change makes another call, which the comparison of calls finds.
-    check_same_state(state, group, what);
-    reducer.reset();
+    check_same_state(state_, group_, what_);
+    reducer_.reset();
     set_up_reducer({});
   }
 
@@ -188,18 +246,18 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
   const NamedTensor* find_changed() {
     const NamedTensor* changed = nullptr;
     std::vector<size_t> moved;
-    for (size_t i = 0; i < kinds.size(); ++i) {
-      const NamedTensor& item = state.parameters[i];
-      if (kinds[i].needs_gradient)
-        expect_kind(place(), item.name, item.tensor, kinds[i].dtype, kinds[i].sizes);
-      if (item.tensor.requires_grad() != kinds[i].needs_gradient) changed = &item;
-      if (kinds[i].memory._unsafe_get_target() == item.tensor.storage().unsafeGetStorageImpl())
+    for (size_t i = 0; i < kinds_.size(); ++i) {
+      const NamedTensor& item = state_.parameters[i];
+      if (kinds_[i].needs_gradient)
+        expect_kind(place(), item.name, item.tensor, kinds_[i].dtype, kinds_[i].sizes);
+      if (item.tensor.requires_grad() != kinds_[i].needs_gradient) changed = &item;
+      if (kinds_[i].memory._unsafe_get_target() == item.tensor.storage().unsafeGetStorageImpl())
         continue;
-      kinds[i].memory = item.tensor.storage().getWeakStorageImpl();
+      kinds_[i].memory = item.tensor.storage().getWeakStorageImpl();
       moved.push_back(i);
     }
     // In a Join some ranks make no forward.
-    if (!moved.empty() && !joins()) check_same_on_all(moved, group, what);
+    if (!moved.empty() && !joins()) check_same_on_all(moved, group_, what_);
     return changed;
   }
 
@@ -209,16 +267,16 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
                      "make this anew after such a change");
   }
 
-  void on_other(size_t index) override { refuse(frozen[index]); }
+  void on_other(size_t index) override { refuse(frozen_[index]); }
 
   void on_new_node(size_t index) override {
     find_changed();
-    if (reducer->has_hooks()) refuse(state.reduced[index]);
+    if (reducer_->has_hooks()) refuse(state_.reduced[index]);
   }
 
   void on_backward(size_t index) override {
-    if (!wrapped || forwarded) return;
-    throw UsageError(place() + ": backward gives " + state.reduced[index].name +
+    if (!module_ || forwarded_) return;
+    throw UsageError(place() + ": backward gives " + state_.reduced[index].name +
                          " a gradient, but forward of the wrapper was never called: ranks would "
                          "drift apart",
                      "call ddp.forward(...) in place of the module's own forward, or take a "
@@ -226,36 +284,36 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
   }
 
   bool begin_round() override {
-    if (!synchronizing || (wrapped && awaited == 0)) return false;
-    const NamedTensor* const changed = wrapped ? nullptr : find_changed();
+    if (!synchronizing_ || (module_ && awaited_ == 0)) return false;
+    const NamedTensor* const changed = module_ ? nullptr : find_changed();
     if (changed) refuse(*changed);
-    reducer->begin();
-    graph_is_kept = false;
-    if (!wrapped) group.note_steps(++iterations);
+    reducer_->begin();
+    graph_is_kept_ = false;
+    if (!module_) group_.note_steps(++iterations_);
     return true;
   }
 
   void take(size_t index) override {
-    graph_is_kept = graph_is_kept || keeps_graph();
-    reducer->take(index);
+    graph_is_kept_ = graph_is_kept_ || keeps_graph();
+    reducer_->take(index);
   }
 
   void end_round() override {
-    reducer->end_backward();
-    if (!graph_is_kept) awaited = std::max<int64_t>(0, awaited - reducer->used_forwards());
+    reducer_->end_backward();
+    if (!graph_is_kept_) awaited_ = std::max<int64_t>(0, awaited_ - reducer_->used_forwards());
   }
 
   void refuse_second(size_t index, bool same_backward,
                      const std::vector<size_t>& missing) override {
     // The backward before may have thrown. Then the one after this is to be a fresh one.
-    awaited = 0;
-    const std::string& name = state.reduced[index].name;
-    if (wrapped || same_backward)
+    awaited_ = 0;
+    const std::string& name = state_.reduced[index].name;
+    if (module_ || same_backward)
       throw UsageError(
           place() + ": backward gave " + name + " its gradient twice",
-          fixed ? "run the module once in each batch, and its backward once"
-                : "a module that is run again in backward (checkpointing) or outside of this "
-                  "forward needs DistributedDataParallel with DdpOptions::static_graph");
+          fixed_ ? "run the module once in each batch, and its backward once"
+                 : "a module that is run again in backward (checkpointing) or outside of this "
+                   "forward needs DistributedDataParallel with DdpOptions::static_graph");
     throw UsageError(
         place() + ": backward gives " + name +
             " a second gradient, but gave none yet to: " + join(names_of(missing), ", "),
@@ -267,183 +325,102 @@ struct DdpCore::Impl : Joinable, GradientReceiver {
 
   std::vector<std::string> names_of(const std::vector<size_t>& indices) const {
     std::vector<std::string> names;
-    for (const size_t index : indices) names.push_back(state.reduced[index].name);
+    for (const size_t index : indices) names.push_back(state_.reduced[index].name);
     return names;
   }
 
   /// Throws where the last backward left parameters without a gradient.
   void check_complete() {
-    const std::vector<size_t> missing = tracker.missing();
-    if (missing.empty()) return;
-    tracker.forget();
-    awaited = 0;
+    const std::vector<size_t> lacking = missing();
+    if (lacking.empty()) return;
+    forget();
+    awaited_ = 0;
     throw UsageError(
         place() + ": the last backward gave no gradient to these parameters: " +
-            join(names_of(missing), ", "),
-        fixed
+            join(names_of(lacking), ", "),
+        fixed_
             ? "make the loss depend on them in every batch, or freeze them"
             : "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in "
               "every step), or make the loss depend on every output of forward");
   }
 
-  std::string place() const { return what + ", rank " + std::to_string(group.rank()); }
-
-  const ProcessGroup& join_process_group() const override { return group; }
-  std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override;
-
-  class Hook;
+  std::string place() const { return what_ + ", rank " + std::to_string(group_.rank()); }
 
   /// A number for the others, where the group communicates.
   at::Tensor number(int64_t value) const {
     return at::full(
         {1}, value,
-        state.parameters.front().tensor.options().dtype(at::kLong).requires_grad(false));
+        state_.parameters.front().tensor.options().dtype(at::kLong).requires_grad(false));
   }
 
   /// The largest rank for which `candidate` holds: all ranks agree on it.
   int common_rank(bool candidate) const {
-    at::Tensor rank = number(candidate ? group.rank() : -1);
-    group.all_reduce(rank, ReduceOp::max);
+    at::Tensor rank = number(candidate ? group_.rank() : -1);
+    group_.all_reduce(rank, ReduceOp::max);
     return static_cast<int>(rank.item<int64_t>());
   }
 
   /// Before a forward. `joined`: this rank has no inputs left. Then its buffers do not count.
   void broadcast_buffers(bool joined) {
-    if (!sync_buffers || buffers.empty()) return;
+    if (!sync_buffers_ || buffers_.empty()) return;
     std::vector<at::Tensor> values;
     // Not their versions: a graph of an earlier forward may hold them.
-    for (const at::Tensor& buffer : buffers) values.push_back(buffer.variable_data());
-    broadcast_tensors(values, group, joins() ? common_rank(!joined) : 0);
+    for (const at::Tensor& buffer : buffers_) values.push_back(buffer.variable_data());
+    broadcast_tensors(values, group_, joins() ? common_rank(!joined) : 0);
   }
 
   /// Whether ranks that have inputs average gradients in this iteration.
   bool agree_to_reduce(bool mine) const {
     at::Tensor wishes = number(mine ? 1 : 0);
-    group.all_reduce(wishes, ReduceOp::max);
+    group_.all_reduce(wishes, ReduceOp::max);
     return wishes.item<int64_t>() > 0;
   }
+
+  const std::string what_;                 ///< For messages.
+  const torch::nn::Module* const module_;  ///< Whose forwards tell of themselves, or null.
+  const size_t all_parameters_;            ///< Of the module, when it was wrapped.
+  std::vector<at::Tensor> buffers_;        ///< Those that are broadcast before a forward.
+  int64_t elements_ = 0;                   ///< That get a gradient.
+  int64_t iterations_ = 0;
+  int64_t steps_ = 0;   ///< That average gradients.
+  bool fixed_ = false;  ///< The reducer is the caller's own.
+  DdpOptions options_;
+  bool forwarded_ = false;      ///< One has.
+  int64_t awaited_ = 0;         ///< Forwards whose backward is to average, and has not.
+  bool graph_is_kept_ = false;  ///< By the backward of this round.
+  bool sync_buffers_ = true;
+  bool all_frozen_ = false;      ///< At the last forward, as a GAN's discriminator is at times.
+  bool has_own_hook_ = false;    ///< Of the user's, which a Join cannot run for other ranks.
+  bool divides_by_size_ = true;  ///< Also while some ranks have no inputs left.
+  int64_t forwards_ = 0;
+  ModuleState state_;                     ///< Its `reduced` are the reducer's.
+  std::vector<Kind> kinds_;               ///< Of the state's parameters, when the reducer was made.
+  std::vector<ReducedParameter> frozen_;  ///< Of the parameters, when this was made.
+  std::optional<ActiveRanks> active_;     ///< In the present iteration of a Join.
+  /// Its hooks come after the tracker's. Null when there is nothing to do around forward: one rank
+  /// and no hook that changes bits.
+  std::unique_ptr<GradientReducer> reducer_;
 };
 
-/// What DistributedDataParallel does on a rank without inputs.
-class DdpCore::Impl::Hook : public JoinHook {
- public:
-  explicit Hook(Impl& ddp) : ddp_(ddp) {}
+}  // namespace
 
-  void main_hook() override {
-    if (!ddp_.reducer) return;
-    ddp_.reducer->before_forward(true);
-    ddp_.broadcast_buffers(true);
-    ddp_.sync_buffers = ddp_.agree_to_reduce(false);
-    if (ddp_.sync_buffers) ddp_.reducer->reduce_zeros();
-  }
-
-  void post_hook(bool is_last_joiner) override {
-    if (!ddp_.reducer) return;
-    const int src = ddp_.common_rank(is_last_joiner);
-    std::vector<at::Tensor> tensors = ddp_.values();
-    tensors.insert(tensors.end(), ddp_.buffers.begin(), ddp_.buffers.end());
-    broadcast_tensors(tensors, ddp_.group, src);
-    ddp_.reducer->set_divisor(ddp_.group.size());
-    ddp_.sync_buffers = true;
-  }
-
- private:
-  Impl& ddp_;
-};
-
-std::unique_ptr<JoinHook> DdpCore::Impl::join_hook(const JoinOptions& options) {
-  if (has_own_hook)
-    throw UsageError("Join: a DistributedDataParallel with a hook of the user's own",
-                     "join one without a hook, or with a CommHook");
-  divides_by_size = options.divide_by_initial_world_size;
-  return std::make_unique<Hook>(*this);
+std::unique_ptr<DdpCore> make_ddp_core(torch::nn::Module& module, const ProcessGroup& group,
+                                       const DdpOptions& options,
+                                       const ReducerFactory& make_reducer,
+                                       const std::string& what) {
+  auto core = std::make_unique<Ddp>(group, what, &module);
+  core->start(find_module_state(module, options.ignored, what), options, make_reducer);
+  return core;
 }
 
-DdpCore::DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
-                 const ReducerFactory& make_reducer, const std::string& what)
-    : impl_(std::make_unique<Impl>(std::move(group), what)) {
-  impl_->module = &module;
-  impl_->all_parameters = module.parameters().size();
-  impl_->start(find_module_state(module, options.ignored, what), options, make_reducer);
-}
-
-DdpCore::DdpCore(const ModuleState& state, ProcessGroup group, const DdpOptions& options,
-                 const std::string& what)
-    : impl_(std::make_unique<Impl>(std::move(group), what)) {
+std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const ProcessGroup& group,
+                                            const DdpOptions& options, const std::string& what) {
+  auto core = std::make_unique<Ddp>(group, what, nullptr);
   if (state.reduced.empty())
     throw UsageError(what + ": no parameter needs a gradient",
                      "give it the parameters that are trained");
-  impl_->wrapped = false;
-  impl_->start(state, options, {});
-}
-
-DdpCore::~DdpCore() = default;
-DdpCore::DdpCore(DdpCore&&) noexcept = default;
-DdpCore& DdpCore::operator=(DdpCore&&) noexcept = default;
-
-void DdpCore::before_forward() {
-  impl_->iterations += impl_->synchronizing ? 1 : 0;
-  if (!impl_->reducer) return;
-  impl_->active = Join::notify_join_context(*impl_);
-  if (c10::GradMode::is_enabled()) {
-    impl_->check_complete();
-    impl_->follow_module();
-    impl_->forwarded = true;
-    impl_->reducer->before_forward(impl_->synchronizing);
-  }
-  impl_->broadcast_buffers(false);
-  if (impl_->joins()) impl_->agree_to_reduce(impl_->synchronizing);
-}
-
-bool DdpCore::wants_outputs() const {
-  return impl_->reducer && impl_->reducer->wants_outputs();
-}
-
-void DdpCore::after_forward(std::vector<at::Tensor>& outputs) {
-  if (c10::GradMode::is_enabled()) impl_->adding_up = !impl_->synchronizing;
-  if (!impl_->reducer) return;
-  const bool synchronizes = impl_->synchronizing && c10::GradMode::is_enabled();
-  const bool will_reduce = synchronizes && !impl_->all_frozen;
-  if (impl_->active) {
-    const int ranks = impl_->active->wait();
-    impl_->active.reset();
-    if (!impl_->divides_by_size) impl_->reducer->set_divisor(ranks);
-  }
-  // After a forward whose gradients stay local the buffers stay local too, as in Python.
-  impl_->sync_buffers = synchronizes;
-  if (will_reduce) {
-    impl_->group.note_steps(++impl_->steps);
-    ++impl_->awaited;
-  }
-  impl_->reducer->before_backward(outputs, will_reduce);
-}
-
-bool& DdpCore::synchronizing() {
-  return impl_->synchronizing;
-}
-
-bool DdpCore::adding_up() const {
-  return impl_->adding_up;
-}
-
-Joinable& DdpCore::joinable() {
-  return *impl_;
-}
-
-void DdpCore::share_buffers() {
-  if (impl_->group.size() > 1) broadcast_tensors(impl_->buffers, impl_->group);
-}
-
-const ProcessGroup& DdpCore::group() const {
-  return impl_->group;
-}
-
-DdpStatistics DdpCore::statistics() const {
-  DdpStatistics statistics;
-  statistics.iterations = impl_->iterations;
-  statistics.parameters = impl_->elements;
-  if (impl_->reducer) impl_->reducer->fill(statistics);
-  return statistics;
+  core->start(state, options, {});
+  return core;
 }
 
 }  // namespace lockstep::detail

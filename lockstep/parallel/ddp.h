@@ -28,9 +28,10 @@ enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
 
 /// What averages the gradients. Both have the same buckets and give the same bits.
 enum class Reducer {
-  automatic,  ///< Ours where it can: the fastest.
-  lockstep,   ///< Ours: dense gradients of real numbers on the CPU, every parameter used, no hook.
-  c10d,       ///< LibTorch's c10d::Reducer, as Python.
+  /// Ours, the fastest, for dense gradients of real numbers on the CPU, where every parameter is
+  /// used and there is no hook. Else LibTorch's.
+  automatic,
+  c10d,  ///< LibTorch's c10d::Reducer, as Python.
 };
 
 /// Gradients that are ready to be communicated: several parameters' in one flat buffer.
@@ -93,39 +94,40 @@ using ReducerFactory =
 
 /// The part of DistributedDataParallel that does not depend on the module's type, and all of
 /// GradientAverager.
-class DdpCore {
+class DdpCore : public Joinable {
  public:
-  /// `make_reducer` in place of the options' choice of a reducer. `what` names the caller in
-  /// messages.
-  DdpCore(torch::nn::Module& module, ProcessGroup group, const DdpOptions& options,
-          const ReducerFactory& make_reducer = {},
-          const std::string& what = "DistributedDataParallel");
-  /// Without a wrapper: no forward tells of itself, and each backward averages.
-  DdpCore(const ModuleState& state, ProcessGroup group, const DdpOptions& options,
-          const std::string& what);
-  ~DdpCore();
-  DdpCore(DdpCore&&) noexcept;
-  DdpCore& operator=(DdpCore&&) noexcept;
-
-  void before_forward();
+  virtual void before_forward() = 0;
   /// True when `after_forward` must see the outputs: for unused parameters.
-  bool wants_outputs() const;
+  virtual bool wants_outputs() const = 0;
   /// May replace the outputs by copies that autograd sees pass.
-  void after_forward(std::vector<at::Tensor>& outputs);
-  /// Whether the next backward averages gradients. It stays where it is when this is moved.
-  bool& synchronizing();
-  /// The last forward's gradients are not averaged: it was within no_sync.
-  bool adding_up() const;
-  Joinable& joinable();
+  virtual void after_forward(std::vector<at::Tensor>& outputs) = 0;
   /// Rank 0's buffers, for all. A collective.
-  void share_buffers();
-  DdpStatistics statistics() const;
-  const ProcessGroup& group() const;
+  virtual void share_buffers() = 0;
+  virtual DdpStatistics statistics() const = 0;
+  /// Whether the next backward averages gradients.
+  bool& synchronizing() { return synchronizing_; }
+  /// The last forward's gradients are not averaged: it was within no_sync.
+  bool adding_up() const { return adding_up_; }
+  const ProcessGroup& group() const { return group_; }
+  const ProcessGroup& join_process_group() const override { return group_; }
 
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+ protected:
+  explicit DdpCore(ProcessGroup group) : group_(std::move(group)) {}
+
+  const ProcessGroup group_;
+  bool synchronizing_ = true;
+  bool adding_up_ = false;
 };
+
+/// `make_reducer` in place of the options' choice of a reducer. `what` names the caller in
+/// messages.
+std::unique_ptr<DdpCore> make_ddp_core(torch::nn::Module& module, const ProcessGroup& group,
+                                       const DdpOptions& options,
+                                       const ReducerFactory& make_reducer = {},
+                                       const std::string& what = "DistributedDataParallel");
+/// Without a wrapper: no forward tells of itself, and each backward averages.
+std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const ProcessGroup& group,
+                                            const DdpOptions& options, const std::string& what);
 
 }  // namespace detail
 
@@ -160,9 +162,8 @@ class DdpCore {
 /// Each backward is averaged: of several forwards, one after the other or in one, several of one
 /// forward (retain_graph), and a gradient penalty. With `find_unused_parameters` a forward needs
 /// its backward before the next forward, or both need one in common: anything else is a UsageError.
-/// A layer that `checkpoint` runs several times gets its whole gradient. From the second step on it
-/// must not run more often than in the first: a UsageError names it. Of c10d's reducer it needs
-/// `static_graph`.
+/// A layer that `checkpoint` runs several times in a backward needs `static_graph`: a UsageError
+/// names it else.
 ///
 /// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
@@ -183,14 +184,15 @@ class DistributedDataParallel : public WrappedModule<ModulePtr, detail::DdpCore>
  public:
   DistributedDataParallel(ModulePtr module, const ProcessGroup& group,
                           const DdpOptions& options = {})
-      : WrappedModule<ModulePtr, detail::DdpCore>(module, *module, group, options) {}
+      : WrappedModule<ModulePtr, detail::DdpCore>(module,
+                                                  detail::make_ddp_core(*module, group, options)) {}
 
   /// Whether the last forward was within no_sync, so that its gradients only add up.
-  bool adding_up() const { return this->core_.adding_up(); }
+  bool adding_up() const { return this->core_->adding_up(); }
 
   /// For `Join join({ddp, ...})`.
   operator Joinable&() {  // NOLINT(google-explicit-constructor)
-    return this->core_.joinable();
+    return *this->core_;
   }
 };
 

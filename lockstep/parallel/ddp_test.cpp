@@ -328,7 +328,7 @@ TEST_P(Ddp, StatisticsShowTheBuckets) {
 }
 
 TEST_P(Ddp, AForgottenForwardOfTheWrapperIsTold) {
-  for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+  for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
     run_group(2, [&](ProcessGroup group) {
       auto net = filled<Net>(1);
       DdpOptions options;

@@ -41,13 +41,15 @@ ModuleState state_of(const std::vector<at::Tensor>& parameters) {
 
 GradientAverager::GradientAverager(torch::nn::Module& module, const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
-    : core_(detail::whole_module_state(module), group, ddp_options(options), "GradientAverager"),
+    : core_(detail::make_averager_core(detail::whole_module_state(module), group,
+                                       ddp_options(options), "GradientAverager")),
       has_module_(true) {}
 
 GradientAverager::GradientAverager(const std::vector<at::Tensor>& parameters,
                                    const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
-    : core_(state_of(parameters), group, ddp_options(options), "GradientAverager"),
+    : core_(detail::make_averager_core(state_of(parameters), group, ddp_options(options),
+                                       "GradientAverager")),
       has_module_(false) {}
 
 void GradientAverager::sync_buffers() {
@@ -55,7 +57,7 @@ void GradientAverager::sync_buffers() {
     throw UsageError("GradientAverager: sync_buffers knows no buffers, as it was given parameters",
                      "make the averager of the module: GradientAverager(model, group)");
   }
-  core_.share_buffers();
+  core_->share_buffers();
 }
 
 }  // namespace lockstep

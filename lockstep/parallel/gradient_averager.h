@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
@@ -32,7 +33,7 @@ struct GradientAveragerOptions {
 ///
 /// So the model may be on the stack, go into functions as `Net&`, return structs, and run several
 /// times per step; a GAN has an averager for each network. A layer that `checkpoint` runs several
-/// times in a backward must not do it more often than in the first: a UsageError names it. Every
+/// times in a backward is a UsageError: DistributedDataParallel takes it with `static_graph`. Every
 /// rank must run the same backward passes. Gradients are averaged when all parameters have got
 /// theirs, in one backward or in several. A parameter that stays without one is a UsageError that
 /// names it, in the next backward; for such models take DistributedDataParallel with
@@ -70,14 +71,14 @@ class GradientAverager {
 
   /// While the guard lives, backward only adds gradients up. The first backward after it averages
   /// the sum.
-  NoSync no_sync() { return NoSync(core_.synchronizing()); }
+  NoSync no_sync() { return NoSync(core_->synchronizing()); }
 
-  const ProcessGroup& group() const { return core_.group(); }
+  const ProcessGroup& group() const { return core_->group(); }
   /// `iterations` counts the times that gradients were averaged.
-  DdpStatistics statistics() const { return core_.statistics(); }
+  DdpStatistics statistics() const { return core_->statistics(); }
 
  private:
-  detail::DdpCore core_;
+  std::unique_ptr<detail::DdpCore> core_;
   bool has_module_;
 };
 

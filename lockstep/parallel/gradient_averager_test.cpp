@@ -87,7 +87,7 @@ TEST_P(Averager, TiedParametersCountOnce) {
 
 TEST_P(Averager, TrainsToDdpsBits) {
   for (const int ranks : {2, 3}) {
-    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
       for (const bool view : {true, false}) {
         // LibTorch's zero_grad cannot detach the views of DDP's c10d.
         const bool ours = reducer == Reducer::c10d && view;

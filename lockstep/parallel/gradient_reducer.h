@@ -24,7 +24,7 @@ struct ReducedParameter {
 class GradientReducer {
  public:
   virtual ~GradientReducer() = default;
-  virtual ArrivalRules rules() const = 0;
+  virtual ArrivalRules rules() const { return {}; }
   /// Whether it has hooks of its own at the nodes that add gradients when it is made.
   virtual bool has_hooks() const { return false; }
   /// Before a forward that records a graph. `synchronizing`: its backward will be reduced. May make

@@ -18,11 +18,6 @@ template <class Hook, class Tensor>
 Tensor argument_of(void (Hook::*)(Tensor));
 using Accumulated = decltype(argument_of(&PostAccumulateGradHook::operator()));
 
-/// Such a backward has an end on another thread, when others have sent their gradients.
-bool in_distributed_autograd() {
-  return native::ThreadLocalDistAutogradContext::getContextPtr() != nullptr;
-}
-
 }  // namespace
 
 class GradientTracker::Hook : public PlainPostHook {
@@ -77,7 +72,6 @@ void GradientTracker::track(std::vector<at::Tensor> parameters) {
     all_[i].parameter = std::move(parameters[i]);
     refresh(i);
   }
-  learned_ = false;
   forget();
 }
 
@@ -105,10 +99,10 @@ void GradientTracker::watch(const std::vector<at::Tensor>& others) {
 }
 
 void GradientTracker::on_accumulation(size_t index) {
-  if (index >= all_.size()) return receiver_.on_other(index - all_.size());
+  if (index >= all_.size()) return on_other(index - all_.size());
   all_[index].told = refresh(index);
   if (!all_[index].told) return;
-  receiver_.on_new_node(index);
+  on_new_node(index);
   on_gradient(index);
 }
 
@@ -128,16 +122,9 @@ std::vector<size_t> GradientTracker::missing() const {
 }
 
 void GradientTracker::forget() {
-  for (Tracked& its : all_) its.arrived = its.taken = false;
-  waiting_.clear();
+  for (Tracked& its : all_) its.arrived = false;
   awaited_ = all_.size();
   open_ = false;
-}
-
-/// Whether no further gradient of the parameter is awaited in this backward.
-bool GradientTracker::is_whole(const Tracked& its) const {
-  if (!rules_.can_wait || in_distributed_autograd()) return true;
-  return learned_ && its.arrivals >= its.expected;
 }
 
 void GradientTracker::on_gradient(size_t index) {
@@ -146,42 +133,27 @@ void GradientTracker::on_gradient(size_t index) {
   const int64_t backward = current_backward();
   if (std::exchange(backward_, backward) != backward) {
     ends_ = false;
-    receiver_.on_backward(index);
+    on_backward(index);
   }
   Tracked& its = all_[index];
   const bool again = its.backward == backward;
-  if (!again) its.arrivals = 0;
-  if (again && its.taken && !rules_.may_repeat) refuse(index, /*same_backward=*/true);
+  if (again && its.arrived && !rules_.may_repeat) give_up(index, /*same_backward=*/true);
   if (!open_) {
-    if (!receiver_.begin_round()) return;
+    if (!begin_round()) return;
     forget();
     open_ = true;
   }
-  if (its.arrived && !again) refuse(index, /*same_backward=*/false);
+  if (its.arrived && !again) give_up(index, /*same_backward=*/false);
   its.backward = backward;
-  its.arrived = true;
-  ++its.arrivals;
-  const bool whole = is_whole(its);
-  if ((!whole || rules_.may_miss) && !std::exchange(ends_, true))
+  if (rules_.may_miss && !std::exchange(ends_, true))
     after_backward([this, backward] { on_end(backward); });
-  if (whole && !its.taken) return take(index);
-  if (its.arrivals == 1) waiting_.push_back(index);
-}
-
-void GradientTracker::refuse(size_t index, bool same_backward) {
-  const std::vector<size_t> lacking = missing();
-  forget();
-  receiver_.refuse_second(index, same_backward, lacking);
-}
-
-void GradientTracker::take(size_t index) {
-  all_[index].taken = true;
+  if (std::exchange(its.arrived, true)) return;
   --awaited_;
   try {
-    receiver_.take(index);
+    take(index);
     if (awaited_ > 0 || rules_.may_miss) return;
     open_ = false;
-    receiver_.end_round();
+    end_round();
   } catch (...) {
     // What is missing now is not the user's fault.
     forget();
@@ -189,36 +161,30 @@ void GradientTracker::take(size_t index) {
   }
 }
 
-/// Backward has run all of its nodes: no further gradient of those that have come is to come.
+void GradientTracker::give_up(size_t index, bool same_backward) {
+  const std::vector<size_t> lacking = missing();
+  forget();
+  refuse_second(index, same_backward, lacking);
+}
+
+/// Backward has run all of its nodes.
 void GradientTracker::on_end(int64_t backward) {
   const std::lock_guard lock(mutex_);
   if (backward_ != backward || !open_) return;
-  for (const size_t index : std::exchange(waiting_, {})) {
-    Tracked& its = all_[index];
-    if (!learned_) its.expected = its.arrivals;
-    if (!its.taken) take(index);
-  }
-  if (!open_) learned_ = true;
-  if (!open_ || !rules_.may_miss) return;
   open_ = false;
-  receiver_.end_round();
+  end_round();
 }
 
-GradientPlace GradientPlace::of_this_backward() {
-  GradientPlace place;
-  place.context_ = native::ThreadLocalDistAutogradContext::getContextPtr();
-  return place;
+DistAutogradContext context_of_this_backward() {
+  return native::ThreadLocalDistAutogradContext::getContextPtr();
 }
 
-bool GradientPlace::is_of_this_backward() const {
-  return context_ == native::ThreadLocalDistAutogradContext::getContextPtr();
-}
-
-void GradientPlace::visit_in_context(const at::Tensor& parameter, const std::string& name,
-                                     const std::function<void(at::Tensor&)>& change) const {
+void visit_gradient(const DistAutogradContext& context, const at::Tensor& parameter,
+                    const std::string& name, const std::function<void(at::Tensor&)>& change) {
+  if (!context) return change(parameter.mutable_grad());
   bool found = false;
   try {
-    context_->runGradCallbackForVariable(parameter, [&](at::Tensor& gradient) {
+    context->runGradCallbackForVariable(parameter, [&](at::Tensor& gradient) {
       found = true;
       change(gradient);
       return true;
@@ -231,7 +197,7 @@ void GradientPlace::visit_in_context(const at::Tensor& parameter, const std::str
 }
 
 void refuse_distributed_autograd(const std::string& what) {
-  if (!native::ThreadLocalDistAutogradContext::getContextPtr()) return;
+  if (!context_of_this_backward()) return;
   throw UsageError(what + ": its gradients lie in an rpc::AutogradContext, where it does not look",
                    "call backward of the loss itself, or take DistributedDataParallel");
 }

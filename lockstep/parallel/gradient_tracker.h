@@ -20,50 +20,51 @@ class DistAutogradContext;
 
 namespace lockstep::detail {
 
-/// Where a backward leaves the parameters' gradients: in `grad()`, or, for one of distributed
-/// autograd, in its context.
-class GradientPlace {
- public:
-  /// Of `grad()`.
-  GradientPlace() = default;
-  /// Of the backward that runs on this thread, from a hook of it.
-  static GradientPlace of_this_backward();
+using DistAutogradContext = std::shared_ptr<torch::distributed::autograd::DistAutogradContext>;
 
-  bool is_context() const { return context_ != nullptr; }
-  bool is_of_this_backward() const;
-  /// Calls `change` with the gradient of the parameter of that name, which it may change or
-  /// replace. In a context there is one from the moment at which the parameter's hooks run. Throws
-  /// UsageError where a context has none.
-  template <class Change>
-  void visit(const at::Tensor& parameter, const std::string& name, Change&& change) const {
-    if (!is_context()) return change(parameter.mutable_grad());
-    visit_in_context(parameter, name, change);
-  }
-
- private:
-  void visit_in_context(const at::Tensor& parameter, const std::string& name,
-                        const std::function<void(at::Tensor&)>& change) const;
-
-  std::shared_ptr<torch::distributed::autograd::DistAutogradContext> context_;
-};
+/// Of the backward that runs on this thread, from a hook of it. Null for one that is not of
+/// distributed autograd.
+DistAutogradContext context_of_this_backward();
+/// Calls `change` with the gradient of the parameter of that name, which it may change or replace:
+/// that in the context, where there is one, else grad(). A context has one from the moment at which
+/// the parameter's hooks run. Throws UsageError where it has none.
+void visit_gradient(const DistAutogradContext& context, const at::Tensor& parameter,
+                    const std::string& name, const std::function<void(at::Tensor&)>& change);
 
 /// From a hook of a backward: throws UsageError when it is one of distributed autograd, whose
 /// gradients `what` does not find.
 void refuse_distributed_autograd(const std::string& what);
 
-/// Which gradients a receiver can do with.
+/// Which gradients a GradientTracker can do with.
 struct ArrivalRules {
-  /// It need not have a gradient at once. So one that comes several times in a backward is waited
-  /// for: until the end of the first backward, and from then on as often as it came there.
-  bool can_wait = false;
-  bool may_repeat = false;  ///< Gradients may come several times in a backward. It counts itself.
+  bool may_repeat = false;  ///< Gradients may come several times in a backward.
   bool may_miss = false;    ///< A round ends with its backward, whatever has come.
 };
 
-/// What a GradientTracker tells. Calls come one at a time, on the threads that run backward.
-class GradientReceiver {
+/// Sees the gradients of some parameters come: on the thread that runs backward, when one has been
+/// added to its parameter, also an undefined one. A round is one gradient of each, in one backward
+/// or in several. The virtual functions are called one at a time.
+class GradientTracker {
  public:
-  virtual ~GradientReceiver() = default;
+  GradientTracker() = default;
+  virtual ~GradientTracker() { let_go(); }
+  GradientTracker(const GradientTracker&) = delete;
+  GradientTracker& operator=(const GradientTracker&) = delete;
+
+ protected:
+  /// From now on of these, in place of those before.
+  void track(std::vector<at::Tensor> parameters);
+  /// Where the parameters have other nodes now that add their gradients, as after `set_data`, goes
+  /// on with those. Gives whether there were such.
+  bool refresh();
+  /// Does so by itself within the backward, and tells of gradients of `others`.
+  void watch(const std::vector<at::Tensor>& others);
+  void set_rules(const ArrivalRules& rules) { rules_ = rules; }
+  /// Indices of those that an open round lacks. Empty where none is open.
+  std::vector<size_t> missing() const;
+  /// Gives up the round.
+  void forget();
+
   /// The first gradient of a backward has come, of the parameter `index`.
   virtual void on_backward(size_t index) {}
   /// A parameter that is watched only has got a gradient.
@@ -80,30 +81,6 @@ class GradientReceiver {
   /// while others are `missing`. The round is given up. It is to throw.
   virtual void refuse_second(size_t index, bool same_backward,
                              const std::vector<size_t>& missing) = 0;
-};
-
-/// Sees the gradients of some parameters come: on the thread that runs backward, when one has been
-/// added to its parameter, also an undefined one. A round is one gradient of each, in one backward
-/// or in several.
-class GradientTracker {
- public:
-  explicit GradientTracker(GradientReceiver& receiver) : receiver_(receiver) {}
-  ~GradientTracker() { let_go(); }
-  GradientTracker(const GradientTracker&) = delete;
-  GradientTracker& operator=(const GradientTracker&) = delete;
-
-  /// From now on of these, in place of those before.
-  void track(std::vector<at::Tensor> parameters);
-  /// Where the parameters have other nodes now that add their gradients, as after `set_data`, goes
-  /// on with those. Gives whether there were such.
-  bool refresh();
-  /// Does so by itself within the backward, and tells of gradients of `others`.
-  void watch(const std::vector<at::Tensor>& others);
-  void set_rules(const ArrivalRules& rules) { rules_ = rules; }
-  /// Indices of those that an open round lacks. Empty where none is open.
-  std::vector<size_t> missing() const;
-  /// Gives up the round.
-  void forget();
 
  private:
   class Hook;
@@ -117,10 +94,7 @@ class GradientTracker {
     NodePtr accumulator;  ///< The parameter holds it weakly.
     uintptr_t hook = 0;
     int64_t backward = kNone;  ///< The last one in which a gradient came.
-    int64_t arrivals = 0;      ///< In that.
-    int64_t expected = 1;      ///< Of a backward, where it is known.
     bool arrived = false;      ///< In this round.
-    bool taken = false;
     /// Of this gradient already, from a node that was without a hook. LibTorch's engine runs the
     /// hook that it has got meanwhile, and our walk does not.
     bool told = false;
@@ -130,22 +104,17 @@ class GradientTracker {
   void on_end(int64_t backward);
   void on_accumulation(size_t index);
   bool refresh(size_t index);
-  void refuse(size_t index, bool same_backward);
-  bool is_whole(const Tracked& its) const;
-  void take(size_t index);
+  void give_up(size_t index, bool same_backward);
   void let_go();
 
-  GradientReceiver& receiver_;
   ArrivalRules rules_;
   std::mutex mutex_;
   std::vector<Tracked> all_;
   std::vector<at::Tensor> watched_;  ///< Those of `all_`, and the others.
-  std::vector<size_t> waiting_;      ///< Have come in this backward, and are not taken.
   int64_t backward_ = kNone;         ///< The last one.
   size_t awaited_ = 0;               ///< In an open round.
   bool open_ = false;
-  bool learned_ = false;  ///< How often gradients come in a backward.
-  bool ends_ = false;     ///< `on_end` will be called for this backward.
+  bool ends_ = false;  ///< `on_end` will be called for this backward.
 };
 
 }  // namespace lockstep::detail

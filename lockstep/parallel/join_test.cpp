@@ -103,7 +103,7 @@ TEST_P(JoinInputs, RanksWithFewerInputsAddZeros) {
 
 TEST_P(JoinInputs, AfterItGradientsAreDividedByAllAgain) {
   run_group(2, [](const ProcessGroup& group) {
-    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
       auto net = std::make_shared<Net>();
       fill(*net, 1);
       DistributedDataParallel ddp(net, group, {.reducer = reducer});

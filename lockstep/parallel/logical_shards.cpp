@@ -109,7 +109,7 @@ class LogicalShards::Impl {
     start_alike();
     for (const auto& item : state_.buffers) buffers_.push_back({item.tensor, {}});
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
-      core_.emplace(module, group_, core_options(), detail::ReducerFactory(), kWhat);
+      core_ = detail::make_ddp_core(module, group_, core_options(), {}, kWhat);
     lay_out();
   }
 
@@ -372,8 +372,8 @@ class LogicalShards::Impl {
   const detail::ModuleState state_;
   const c10::Device device_;
   std::vector<Buffer> buffers_;
-  std::optional<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
-  std::vector<Piece> pieces_;            ///< What the tree sums here.
+  std::unique_ptr<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
+  std::vector<Piece> pieces_;              ///< What the tree sums here.
   std::vector<Kind> kinds_;
   PieceTree tree_;
   FlatPieces total_;               ///< Whose views are gradients until the next step.

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <algorithm>
 #include <map>
@@ -17,15 +18,6 @@ namespace lockstep::detail {
 namespace {
 
 using Json = nlohmann::json;
-
-/// The name under which a module's tensors are gathered as if they were an optimizer's state.
-constexpr const char* kValue = "value";
-
-struct Entry {
-  StateKey key;
-  at::Tensor values;  ///< A count, or the rank's part as a vector.
-  bool is_count;
-};
 
 /// Counts are whole numbers, of one element, of parameters that are none. All else is like the
 /// parameter.
@@ -43,135 +35,13 @@ StateKey known_key(const std::string& text, const StateSpread& spread, const std
                         "the checkpoint is of another model or optimizer");
 }
 
-/// What this rank has for the others.
-std::vector<Entry> entries_of(const StateSpread& spread, const StateDict& local,
-                              const std::string& what) {
-  std::vector<Entry> entries;
-  for (const auto& [text, tensor] : local) {
-    const StateKey key = known_key(text, spread, what);
-    if (spread.part(spread.group.rank(), key.index).numel() == 0) continue;
-    const at::Tensor& parameter = spread.parameters[key.index];
-    at::Tensor values = tensor;
-    const bool count = is_count(tensor, parameter);
-    if (!count) {
-      values = tensor.sizes() == parameter.sizes() ? elements_like(tensor, parameter)
-                                                   : tensor.reshape({-1});
-      values = values.to(parameter.device());
-    }
-    entries.push_back({key, std::move(values), count});
-  }
-  return entries;
-}
-
-Json described(const std::vector<Entry>& entries) {
-  Json list = Json::array();
-  for (const auto& [key, values, is_count] : entries) {
-    list.push_back({{"name", key.name},
-                    {"index", key.index},
-                    {"dtype", static_cast<int>(values.scalar_type())}});
-    if (is_count) list.back()["count"] = values.item<int64_t>();
-  }
-  return list;
-}
-
-/// A whole state that comes in parts. Of a parameter fields stay in the order in which they come.
-class Whole {
- public:
-  explicit Whole(const StateSpread& spread) : spread_(spread) {}
-
-  void put_count(const StateKey& key, int64_t count) {
-    slot(key) = at::full({1}, count, at::kLong);
-  }
-  void put(const StateKey& key, int rank, const at::Tensor& values) {
-    at::Tensor& flat = slot(key);
-    if (!flat.defined())
-      flat = at::zeros({spread_.parameters[key.index].numel()}, values.options().device(at::kCPU));
-    const Part part = spread_.part(rank, key.index);
-    flat.narrow(0, part.begin, part.numel()).copy_(values);
-  }
-
-  StateDict take() const {
-    StateDict state;
-    for (const auto& [index, fields] : fields_) {
-      for (const auto& [name, flat] : fields)
-        state.emplace_back(state_key(name, index),
-                           is_count(flat, spread_.parameters[index])
-                               ? flat
-                               : view_like(flat, 0, spread_.parameters[index]));
-    }
-    return state;
-  }
-
- private:
-  at::Tensor& slot(const StateKey& key) {
-    auto& fields = fields_[key.index];
-    const auto found = std::find_if(fields.begin(), fields.end(),
-                                    [&](const auto& field) { return field.first == key.name; });
-    return found != fields.end() ? found->second
-                                 : fields.emplace_back(key.name, at::Tensor()).second;
-  }
-
-  const StateSpread& spread_;
-  std::map<size_t, StateDict> fields_;
-};
-
-StateDict exchange(const StateSpread& spread, const std::vector<Entry>& mine, int to) {
-  const ProcessGroup& group = spread.group;
-  const std::vector<Json> all = group.gather_object(described(mine), to);
-  if (group.rank() != to) {
-    for (const Entry& entry : mine) {
-      if (!entry.is_count) group.send(entry.values, to);
-    }
-    return {};
-  }
-  Whole whole(spread);
-  for (int rank = 0; rank < group.size(); ++rank) {
-    for (size_t i = 0; const Json& entry : all[static_cast<size_t>(rank)]) {
-      const StateKey key{entry["name"], entry["index"]};
-      const size_t at = i++;
-      if (entry.contains("count")) {
-        whole.put_count(key, entry["count"]);
-      } else if (rank == to) {
-        whole.put(key, rank, mine[at].values);
-      } else {
-        at::Tensor values =
-            at::empty({spread.part(rank, key.index).numel()},
-                      at::TensorOptions(spread.parameters[key.index].device())
-                          .dtype(static_cast<at::ScalarType>(entry["dtype"].get<int>())));
-        group.recv(values, rank);
-        whole.put(key, rank, values);
-      }
-    }
-  }
-  return whole.take();
-}
-
 /// What this rank has of one.
 std::vector<TensorBox> boxes_of_part(const StateSpread& spread, size_t index) {
   const Part part = spread.part(spread.group.rank(), index);
   return boxes_of_range(spread.parameters[index], part.begin, part.numel());
 }
 
-}  // namespace
-
-StateDict gather_state(const StateSpread& spread, const StateDict& local, int to,
-                       const std::string& what) {
-  const c10::AutoGradMode no_grad(false);
-  const ProcessGroup& group = spread.group;
-  if (to < 0 || to >= group.size()) {
-    throw UsageError(what + ": rank " + std::to_string(to) + " is not of the group of " +
-                     std::to_string(group.size()));
-  }
-  try {
-    return exchange(spread, entries_of(spread, local, what), to);
-  } catch (const TimeoutError& error) {
-    throw TimeoutError(
-        what + ", rank " + std::to_string(group.rank()) +
-            ": the state is spread over all ranks, and not all came: " + error.what(),
-        "call it on every rank, also where only one rank saves");
-  }
-}
-
+/// What this rank keeps of a whole state, by the whole's indices.
 StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std::string& what) {
   const c10::AutoGradMode no_grad(false);
   StateDict local;
@@ -196,37 +66,85 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
   return local;
 }
 
-std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict& local) {
-  std::vector<TensorShard> all;
-  for (const auto& [text, tensor] : local) {
-    const size_t index = parse_state_key(text).index;
-    const at::Tensor& parameter = spread.parameters.at(index);
-    const Part part = spread.part(spread.group.rank(), index);
-    if (part.numel() == 0) continue;
-    const bool whole = is_count(tensor, parameter) || tensor.sizes() == parameter.sizes();
-    const auto some = whole ? whole_shards({{text, tensor}})
-                            : shards_of_range(text, parameter, part.begin, tensor.reshape({-1}));
-    all.insert(all.end(), some.begin(), some.end());
-  }
-  return all;
+/// What this rank has of a value of a parameter: its part, or the whole.
+std::vector<TensorShard> shards_of(const StateSpread& spread, size_t index, const std::string& name,
+                                   const at::Tensor& tensor) {
+  const at::Tensor& parameter = spread.parameters.at(index);
+  const Part part = spread.part(spread.group.rank(), index);
+  if (part.numel() == 0) return {};
+  return is_count(tensor, parameter) || tensor.sizes() == parameter.sizes()
+             ? whole_shards({{name, tensor}})
+             : shards_of_range(name, parameter, part.begin, tensor.reshape({-1}));
 }
 
-StateDict SpreadOptimizer::local(const StateDict& own) const {
-  StateDict local = frozen;
-  for (const auto& [text, tensor] : own) {
-    const StateKey key = parse_state_key(text);
-    if (indices.at(key.index) != kNone)
-      local.emplace_back(state_key(key.name, indices[key.index]), tensor);
-  }
-  return local;
+/// Puts a shard into its place in the whole.
+void put(const TensorShard& shard, at::Tensor whole) {
+  for (int64_t d = 0; d < shard.values.dim(); ++d)
+    whole = whole.narrow(d, shard.offsets[static_cast<size_t>(d)], shard.values.size(d));
+  whole.copy_(shard.values);
 }
 
-StateDict SpreadOptimizer::gather(const StateDict& own, const std::string& what, int to) const {
-  return gather_state(spread, local(own), to, what);
+}  // namespace
+
+StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard>& shards, int to) {
+  const c10::AutoGradMode no_grad(false);
+  const c10::Device device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
+  Json described = Json::array();
+  for (const auto& [name, sizes, offsets, values] : shards)
+    described.push_back(
+        {name, sizes, offsets, values.sizes().vec(), static_cast<int>(values.scalar_type())});
+  const std::vector<Json> all = group.gather_object(described, to);
+  if (group.rank() != to) {
+    for (const TensorShard& shard : shards) group.send(shard.values.to(device).contiguous(), to);
+    return {};
+  }
+  StateDict state;
+  std::unordered_map<std::string, at::Tensor> known;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    for (size_t i = 0; const Json& entry : all[static_cast<size_t>(rank)]) {
+      TensorShard shard{entry[0], entry[1], entry[2], {}};
+      const auto dtype = static_cast<at::ScalarType>(entry[4].get<int>());
+      if (rank == to) {
+        shard.values = shards[i++].values;
+      } else {
+        shard.values =
+            at::empty(entry[3].get<std::vector<int64_t>>(), at::TensorOptions(device).dtype(dtype));
+        group.recv(shard.values, rank);
+      }
+      at::Tensor& whole = known[shard.name];
+      if (!whole.defined()) {
+        whole = at::zeros(shard.sizes, dtype);
+        state.emplace_back(shard.name, whole);
+      }
+      put(shard, whole);
+    }
+  }
+  return state;
+}
+
+StateDict SpreadOptimizer::gather(const StateDict& own, int to) const {
+  StateDict state = gather_shards(spread.group, shards(own), to);
+  std::stable_sort(state.begin(), state.end(), [](const auto& a, const auto& b) {
+    return parse_state_key(a.first).index < parse_state_key(b.first).index;
+  });
+  return state;
 }
 
 std::vector<TensorShard> SpreadOptimizer::shards(const StateDict& own) const {
-  return state_shards(spread, local(own));
+  std::vector<TensorShard> all;
+  const auto add = [&](const std::string& name, size_t index, const at::Tensor& tensor) {
+    const auto some = shards_of(spread, index, state_key(name, index), tensor);
+    all.insert(all.end(), some.begin(), some.end());
+  };
+  for (const auto& [text, tensor] : frozen) {
+    const StateKey key = parse_state_key(text);
+    add(key.name, key.index, tensor);
+  }
+  for (const auto& [text, tensor] : own) {
+    const StateKey key = parse_state_key(text);
+    if (indices.at(key.index) != kNone) add(key.name, indices[key.index], tensor);
+  }
+  return all;
 }
 
 std::map<size_t, std::vector<TensorBox>> SpreadOptimizer::needed() const {
@@ -259,23 +177,12 @@ void SpreadModel::each(const std::function<void(const std::string&, size_t)>& f)
     f(name, index.at(tensor.unsafeGetTensorImpl()));
 }
 
-StateDict SpreadModel::gather(const std::string& what) const {
-  const int me = spread.group.rank();
-  StateDict local;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (spread.part(me, i).numel() > 0) local.emplace_back(state_key(kValue, i), values(i));
-  }
-  std::map<std::string, at::Tensor> whole;
-  for (auto& [key, tensor] : gather_state(spread, local, 0, what)) whole[key] = tensor;
+StateDict SpreadModel::gather() const {
   StateDict state;
-  if (me != 0) return state;
-  each([&](const std::string& name, size_t i) {
-    // One without elements is in no part, and must not be used by one rank alone.
-    const auto found = whole.find(state_key(kValue, i));
-    state.emplace_back(name, found != whole.end()
-                                 ? found->second
-                                 : at::empty(tensors[i].sizes(), tensors[i].scalar_type()));
-  });
+  std::map<std::string, at::Tensor> whole;
+  for (auto& [name, tensor] : gather_shards(spread.group, shards(), 0)) whole[name] = tensor;
+  if (spread.group.rank() != 0) return state;
+  each([&](const std::string& name, size_t) { state.emplace_back(name, whole.at(name)); });
   return state;
 }
 
@@ -310,10 +217,7 @@ void SpreadModel::load(const std::vector<TensorShard>& given, const std::string&
         throw CheckpointError(source + ": '" + name + "' is " + c10::str(shard->sizes) +
                                   ", expected " + c10::str(whole.sizes()),
                               "it is of another model");
-      at::Tensor target = whole;
-      for (int64_t d = 0; d < whole.dim(); ++d)
-        target = target.narrow(d, shard->offsets[static_cast<size_t>(d)], shard->values.size(d));
-      target.copy_(shard->values);
+      put(*shard, whole);
       filled += shard->values.numel();
     }
     if (filled < whole.numel())
@@ -327,14 +231,11 @@ void SpreadModel::load(const std::vector<TensorShard>& given, const std::string&
 std::vector<TensorShard> SpreadModel::shards() const {
   std::vector<TensorShard> all;
   each([&](const std::string& name, size_t i) {
-    const bool is_empty = tensors[i].numel() == 0;
-    std::vector<TensorShard> some;
-    if (is_empty && spread.group.rank() == 0) some = whole_shards({{name, tensors[i]}});
-    if (!is_empty) some = state_shards(spread, {{state_key(kValue, i), values(i)}});
-    for (TensorShard& shard : some) {
-      shard.name = name;
-      all.push_back(std::move(shard));
-    }
+    // One without elements is in no part.
+    const auto some = tensors[i].numel() > 0     ? shards_of(spread, i, name, values(i))
+                      : spread.group.rank() == 0 ? whole_shards({{name, tensors[i]}})
+                                                 : std::vector<TensorShard>();
+    all.insert(all.end(), some.begin(), some.end());
   });
   return all;
 }

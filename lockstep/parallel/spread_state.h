@@ -38,18 +38,9 @@ struct StateSpread {
   bool always_vectors = false;
 };
 
-/// The whole state, on the CPU of rank `to`; empty on the others. `local` is what this rank has, by
-/// the whole's indices. What it has of parameters of which it keeps no part is left out. Throws
-/// TimeoutError where a rank does not come. `what` names the caller in messages. A collective.
-StateDict gather_state(const StateSpread& spread, const StateDict& local, int to,
-                       const std::string& what);
-
-/// What this rank keeps of a whole state, by the whole's indices. Throws CheckpointError, which
-/// `what` begins, where it does not fit the parameters.
-StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std::string& what);
-
-/// A state of which this rank has a part, as boxes of whole tensors.
-std::vector<TensorShard> state_shards(const StateSpread& spread, const StateDict& local);
+/// The tensors of which ranks have `shards`, on the CPU of rank `to`, in the order in which they
+/// come; empty on the others. Throws TimeoutError where a rank does not come. A collective.
+StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard>& shards, int to);
 
 /// The state of an optimizer of which each rank has one of its own parameters.
 struct SpreadOptimizer {
@@ -60,16 +51,15 @@ struct SpreadOptimizer {
   std::vector<size_t> indices;  ///< Own parameter i is the whole's `indices[i]`.
   StateDict frozen = {};        ///< What a loaded state has of parameters that are not trained.
 
-  /// `own` is the state of this rank's optimizer. See `gather_state`.
-  StateDict gather(const StateDict& own, const std::string& what, int to = 0) const;
+  /// `own` is the state of this rank's optimizer. The whole state, on the CPU of rank `to`; empty
+  /// on the others. A collective.
+  StateDict gather(const StateDict& own, int to = 0) const;
   /// See Strategy::optimizer_shards and Strategy::needed_of_optimizer.
   std::vector<TensorShard> shards(const StateDict& own) const;
   std::map<size_t, std::vector<TensorBox>> needed() const;
-  /// This rank's part of a whole state: for its optimizer, and for `frozen`. See `cut_state`.
+  /// This rank's part of a whole state: for its optimizer, and for `frozen`. Throws
+  /// CheckpointError, which `what` begins, where the state does not fit the parameters.
   std::pair<StateDict, StateDict> own_part(const StateDict& whole, const std::string& what) const;
-
- private:
-  StateDict local(const StateDict& own) const;
 };
 
 /// The state of a module of whose parameters each rank has a part. Buffers are whole on all ranks.
@@ -83,8 +73,9 @@ struct SpreadModel {
   /// Takes this rank's part of a whole parameter.
   std::function<void(size_t parameter, const at::Tensor& whole)> store;
 
-  /// By the names of the module's state_dict. See `gather_state`.
-  StateDict gather(const std::string& what) const;
+  /// By the names of the module's state_dict, on the CPU of rank 0; empty on the others. A
+  /// collective.
+  StateDict gather() const;
   /// Throws CheckpointError, which `source` begins, where the state does not fit, and then changes
   /// nothing.
   void load(const StateDict& whole, const std::string& source) const;

@@ -10,7 +10,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
-#include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/state_dict.h"
 
@@ -45,6 +44,26 @@ void BaseStrategy::expect_last_of_step() const {
                    "set BatchWork::last_of_step for the last batch before each step");
 }
 
+StateDict SpreadStrategy::model_state() {
+  return gives_states() ? spread_model().gather() : StateDict();
+}
+StateDict SpreadStrategy::optimizer_state() {
+  return gives_states() ? spread_optimizer().gather(optimizer().state()) : StateDict();
+}
+std::vector<TensorShard> SpreadStrategy::model_shards() {
+  return gives_states() ? spread_model().shards() : std::vector<TensorShard>();
+}
+std::vector<TensorShard> SpreadStrategy::optimizer_shards() {
+  return gives_states() ? spread_optimizer().shards(optimizer().state())
+                        : std::vector<TensorShard>();
+}
+std::map<std::string, std::vector<TensorBox>> SpreadStrategy::needed_of_model() {
+  return spread_model().needed();
+}
+std::map<size_t, std::vector<TensorBox>> SpreadStrategy::needed_of_optimizer() {
+  return spread_optimizer().needed();
+}
+
 WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& setup)
     : BaseStrategy(std::move(name), setup),
       module_(setup.module),
@@ -53,7 +72,7 @@ WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& se
 void WholeModelStrategy::average_gradients(const DdpOptions& options,
                                            const ReducerFactory& make_reducer) {
   if (group().size() > 1)
-    core_.emplace(*module_, group(), options, make_reducer, "strategy " + name());
+    core_ = make_ddp_core(*module_, group(), options, make_reducer, "strategy " + name());
 }
 
 void WholeModelStrategy::run_batch(const BatchWork& work) {

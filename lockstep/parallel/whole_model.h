@@ -1,11 +1,13 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/strategy.h"
 
 namespace lockstep::detail {
@@ -39,6 +41,26 @@ class BaseStrategy : public Strategy {
   ForwardContext forward_context_;
 };
 
+/// What strategies share in which ranks have parts of the model and of one optimizer's state.
+class SpreadStrategy : public BaseStrategy {
+ public:
+  using BaseStrategy::BaseStrategy;
+
+  bool has_sharded_gradients() const override { return true; }
+  StateDict model_state() override;
+  StateDict optimizer_state() override;
+  std::vector<TensorShard> model_shards() override;
+  std::vector<TensorShard> optimizer_shards() override;
+  std::map<std::string, std::vector<TensorBox>> needed_of_model() override;
+  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override;
+
+ protected:
+  virtual SpreadModel spread_model() = 0;
+  virtual const SpreadOptimizer& spread_optimizer() const = 0;
+  /// False where ranks of another replica give the same states.
+  virtual bool gives_states() const { return true; }
+};
+
 /// What strategies share in which each rank has the whole module and runs it.
 class WholeModelStrategy : public BaseStrategy {
  public:
@@ -66,7 +88,7 @@ class WholeModelStrategy : public BaseStrategy {
  private:
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<at::Tensor> parameters_;  ///< In the module's order, each once, as in Python.
-  std::optional<DdpCore> core_;
+  std::unique_ptr<DdpCore> core_;
 };
 
 /// What those share in which each rank also has the whole optimizer.
@@ -109,3 +131,12 @@ int64_t bytes_of(const std::vector<at::Tensor>& tensors);
 int64_t bytes_of(const StateDict& state);
 
 }  // namespace lockstep::detail
+
+namespace lockstep {
+
+/// Every rank has the whole model and the whole optimizer: DistributedDataParallel. A group of one
+/// does without, to the same bits.
+std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup,
+                                            const DdpOptions& options = {});
+
+}  // namespace lockstep

@@ -316,13 +316,13 @@ class WrappedModule {
  public:
   template <class... Args>
   auto forward(Args&&... args) {
-    core_.before_forward();
+    core_->before_forward();
     auto output = module_->forward(std::forward<Args>(args)...);
-    if (core_.wants_outputs()) {
+    if (core_->wants_outputs()) {
       pass(output);
     } else {
       std::vector<at::Tensor> none;
-      core_.after_forward(none);
+      core_->after_forward(none);
     }
     return output;
   }
@@ -333,7 +333,7 @@ class WrappedModule {
 
   /// While the guard lives, backward only adds gradients up on this rank. The first backward after
   /// it averages the sum. The forward must be inside too.
-  NoSync no_sync() { return NoSync(core_.synchronizing()); }
+  NoSync no_sync() { return NoSync(core_->synchronizing()); }
 
   /// Of the module: its mode and its parameters, for an optimizer. A weight that several layers
   /// share is there once.
@@ -344,16 +344,15 @@ class WrappedModule {
   /// The wrapped module: what to save, without any prefix in its names.
   auto& module() { return *module_; }
   const auto& module() const { return *module_; }
-  const ProcessGroup& group() const { return core_.group(); }
-  auto statistics() const { return core_.statistics(); }
+  const ProcessGroup& group() const { return core_->group(); }
+  auto statistics() const { return core_->statistics(); }
 
  protected:
-  template <class... Args>
-  explicit WrappedModule(ModulePtr module, Args&&... of_core)
-      : module_(std::move(module)), core_(std::forward<Args>(of_core)...) {}
+  WrappedModule(ModulePtr module, std::unique_ptr<Core> core)
+      : module_(std::move(module)), core_(std::move(core)) {}
 
   ModulePtr module_;
-  Core core_;
+  std::unique_ptr<Core> core_;
 
  private:
   /// Hands the tensors in `output` to the core, which may replace them.
@@ -362,7 +361,7 @@ class WrappedModule {
     if constexpr (CarriesTensors<Output>) {
       std::vector<at::Tensor> tensors;
       visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-      core_.after_forward(tensors);
+      core_->after_forward(tensors);
       visit_tensors(
           output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
     } else {

@@ -106,7 +106,7 @@ void expect_means_in_contexts(Net& net, const std::function<at::Tensor(const at:
 
 TEST(RpcDataParallel, DdpAveragesTheGradientsOfAContext) {
   run_trainers([](const ProcessGroup& trainers) {
-    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
       for (const double bucket_mb : {25.0, 1e-6}) {
         auto net = std::make_shared<Net>();
         DistributedDataParallel ddp(
@@ -151,7 +151,7 @@ TEST(RpcDataParallel, ContextsAndPlainPassesMayTakeTurns) {
 // The context's gradients pass through the buckets, of which grad() is a view.
 TEST(RpcDataParallel, AContextLeavesPlainGradientsAlone) {
   run_trainers([](const ProcessGroup& trainers) {
-    for (const Reducer reducer : {Reducer::lockstep, Reducer::c10d}) {
+    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
       auto net = std::make_shared<Net>();
       DistributedDataParallel ddp(net, trainers, {.reducer = reducer});
       for (int step = 0; step < 3; ++step) {

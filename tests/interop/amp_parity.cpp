@@ -16,7 +16,7 @@
 #include "lockstep/comm/world.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/models/models.h"
-#include "lockstep/parallel/ddp_strategy.h"
+#include "lockstep/parallel/whole_model.h"
 
 namespace {
 

@@ -14,8 +14,8 @@
 #include "lockstep/data/safetensors.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/optim.h"
-#include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/whole_model.h"
 
 namespace {
 

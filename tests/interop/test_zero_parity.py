@@ -17,7 +17,7 @@ PARITY = testing.BUILD_DIR / "tests" / "lockstep_zero_parity"
 MLP = {"model": "mlp", "optimizer": "adam", "lr": 0.003, "steps": 6, "batch": 16}
 SGD = {**MLP, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9}
 
-# By the number of ranks. Python runs what differs in "way" and "whole_parameters" in the one way that it has.
+# By the number of ranks. Python runs what differs in "way" in the one way that it has.
 RUNS = {
     1: {"zero1": {**MLP, "way": "zero1"}, "optimizer": {**MLP, "way": "optimizer"}},
     2: {
@@ -30,14 +30,13 @@ RUNS = {
         "zero2, adamw": {**MLP, "way": "zero2", "optimizer": "adamw", "weight_decay": 0.1},
         "zero2, accumulation": {**MLP, "way": "zero2", "accumulate": 2},
         "optimizer": {**MLP, "way": "optimizer"},
-        "optimizer, Python's partition": {**MLP, "way": "optimizer", "whole_parameters": True},
         "overlap": {**MLP, "way": "overlap"},
         "join": {**SGD, "way": "join", "inputs": [3, 6], "divide_by_all": True},
         "join, divided by those that are left": {**SGD, "way": "join", "inputs": [6, 2], "divide_by_all": False},
     },
     3: {
         "zero1": {**MLP, "way": "zero1"},
-        "optimizer, Python's partition": {**MLP, "way": "optimizer", "whole_parameters": True},
+        "optimizer": {**MLP, "way": "optimizer"},
         "join": {**SGD, "way": "join", "inputs": [2, 4, 0], "divide_by_all": False},
     },
     4: {"zero1": {**MLP, "way": "zero1"}},

@@ -90,11 +90,7 @@ void train_by_strategy(Job& job) {
 /// the step is a hook of the first. "join": with plain inputs of uneven number.
 void train_by_loop(Job& job) {
   const std::string way = job.config["way"];
-  lockstep::ZeroOptions options;
-  if (job.config.value("whole_parameters", false))
-    options.partition = lockstep::ZeroPartition::parameters;
-  lockstep::ZeroRedundancyOptimizer zero(job.model->parameters(), job.factory(), job.world.group(),
-                                         options);
+  lockstep::ZeroRedundancyOptimizer zero(job.model->parameters(), job.factory(), job.world.group());
   lockstep::DdpOptions ddp_options;
   if (way == "overlap") ddp_options.async_custom_hook = zero.hook_with_zero_step();
   lockstep::DistributedDataParallel ddp(job.model, job.world.group(), ddp_options);
@@ -118,14 +114,6 @@ void train_by_loop(Job& job) {
   zero.consolidate_state_dict(0);
   lockstep::StateDict state;
   if (job.world.rank() == 0) state = zero.state();
-  if (job.config.value("whole_parameters", false)) {
-    for (size_t rank = 0; const auto& parts : zero.partition()) {
-      for (const auto& part : parts)
-        state.emplace_back("owner." + std::to_string(part.parameter),
-                           at::full({1}, static_cast<int64_t>(rank), at::kLong));
-      ++rank;
-    }
-  }
   job.write(state);
 }
 

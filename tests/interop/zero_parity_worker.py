@@ -70,11 +70,6 @@ def train(config):
     else:
         loop(data["x"].shape[0])
     tensors = {"losses": torch.tensor(losses), **model.state_dict(), **state_of(optimizer, zero)}
-    if config.get("whole_parameters"):
-        index = {id(parameter): i for i, parameter in enumerate(model.parameters())}
-        for owner, groups in enumerate(optimizer._partition_parameters()):
-            for parameter in groups[0]["params"]:
-                tensors[f"s.owner.{index[id(parameter)]}"] = torch.tensor([owner])
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{config['output']}.{rank}")
 
 

@@ -10,7 +10,7 @@
 #include <torch/nn/modules/linear.h>
 
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/ddp_strategy.h"
+#include "lockstep/parallel/whole_model.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/run_group.h"
 

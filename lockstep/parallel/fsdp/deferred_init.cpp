@@ -73,17 +73,14 @@ const void* memory_of(const at::Tensor& tensor) {
 class InitTape {
  public:
   void note(const c10::OperatorHandle& operation, Stack arguments, const Stack& stack) {
-    Noted noted{operation, std::move(arguments), {}};
+    Noted& noted = all.emplace_back(Noted{operation, std::move(arguments), {}});
     for (size_t i = stack.size() - operation.schema().returns().size(); i < stack.size(); ++i)
       each_tensor(stack[i], [&](const at::Tensor& tensor) {
         if (tensor.is_meta()) noted.results.push_back(frozen(tensor));
       });
-    noted_.push_back(std::move(noted));
   }
-  const std::vector<Noted>& noted() const { return noted_; }
 
- private:
-  std::vector<Noted> noted_;
+  std::vector<Noted> all;
 };
 
 namespace {
@@ -224,8 +221,8 @@ void run_deferred(
     // The last operation that touches a memory completes it. Ranks go through them in one order.
     std::unordered_map<const void*, size_t> last;
     std::vector<const void*> in_order;
-    for (size_t i = 0; i < tape->noted().size(); ++i) {
-      const Noted& noted = tape->noted()[i];
+    for (size_t i = 0; i < tape->all.size(); ++i) {
+      const Noted& noted = tape->all[i];
       const auto touch = [&](const at::Tensor& tensor) {
         if (!tensor.is_meta()) return;
         if (last.insert_or_assign(memory_of(tensor), i).second)
@@ -234,11 +231,11 @@ void run_deferred(
       for (const c10::IValue& argument : noted.arguments) each_tensor(argument, touch);
       for (const at::Tensor& result : noted.results) touch(result);
     }
-    std::vector<std::vector<const void*>> complete(tape->noted().size());
+    std::vector<std::vector<const void*>> complete(tape->all.size());
     for (const void* memory : in_order) complete[last.at(memory)].push_back(memory);
     Replay replay;
-    for (size_t i = 0; i < tape->noted().size(); ++i) {
-      replay.run(tape->noted()[i]);
+    for (size_t i = 0; i < tape->all.size(); ++i) {
+      replay.run(tape->all[i]);
       for (const void* memory : complete[i]) {
         const auto found = wanted.find(memory);
         if (found != wanted.end()) {

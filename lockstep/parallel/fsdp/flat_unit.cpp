@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/sequential.h>
 
 #include <algorithm>
+#include <functional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -46,39 +47,6 @@ bool is_list(const Module& module) {
          module.as<torch::nn::ModuleDict>() != nullptr;
 }
 
-class Plan {
- public:
-  explicit Plan(const Module& module) : units_(1) { units_.front().name = ""; }
-
-  /// All parameters below `module` go to `unit`, except those of modules that `is_unit` names.
-  template <class IsUnit>
-  void take(const Module& module, const std::string& name, size_t unit, const IsUnit& is_unit) {
-    for (const auto& item : module.named_parameters(/*recurse=*/false)) {
-      if (!item.value().defined()) continue;
-      if (!seen_.insert(item.value().unsafeGetTensorImpl()).second) continue;
-      units_[unit].parameters.push_back({joined(name, item.key()), item.value()});
-    }
-    for (const auto& child : module.named_children()) {
-      const std::string child_name = joined(name, child.key());
-      size_t its_unit = unit;
-      if (is_unit(child_name, *child.value())) {
-        its_unit = units_.size();
-        units_.push_back({child_name, {}});
-      }
-      take(*child.value(), child_name, its_unit, is_unit);
-    }
-  }
-
-  std::vector<PlannedUnit> result() && {
-    std::erase_if(units_, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
-    return std::move(units_);
-  }
-
- private:
-  std::vector<PlannedUnit> units_;
-  std::unordered_set<const c10::TensorImpl*> seen_;
-};
-
 bool is_big(const Module& module, int64_t min_elements) {
   return elements_of(module) >= min_elements;
 }
@@ -94,23 +62,6 @@ bool has_big_list(const Module& module, int64_t min_elements) {
     return is_big(*child, min_elements) && has_big_list(*child, min_elements);
   });
 }
-
-/// By size. A unit is not cut further, so nothing below it is asked for.
-class BySize {
- public:
-  explicit BySize(int64_t min_elements) : min_elements_(min_elements) {}
-  bool operator()(const std::string& name, const Module& module) const {
-    const bool below = !last_.empty() && name.compare(0, last_.size(), last_) == 0;
-    if (below || !is_big(module, min_elements_) || has_big_list(module, min_elements_))
-      return false;
-    last_ = name + ".";
-    return true;
-  }
-
- private:
-  int64_t min_elements_;
-  mutable std::string last_;  ///< The last unit, with a dot. Modules are asked for depth first.
-};
 
 /// The full names that a list of names and "NAME.*" stands for.
 std::unordered_set<std::string> expand(const Module& module,
@@ -180,15 +131,31 @@ std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank) {
 
 std::vector<PlannedUnit> plan_units(const Module& module, const std::vector<std::string>& names,
                                     int64_t min_elements) {
-  Plan plan(module);
-  if (names.empty()) {
-    plan.take(module, "", 0, BySize(min_elements));
-  } else {
-    const auto units = expand(module, names);
-    plan.take(module, "", 0,
-              [&](const std::string& name, const Module&) { return units.contains(name); });
-  }
-  return std::move(plan).result();
+  const auto named = expand(module, names);
+  std::vector<PlannedUnit> units(1);
+  std::unordered_set<const c10::TensorImpl*> seen;
+  // By size a unit is not cut further.
+  const auto is_unit = [&](const std::string& name, const Module& part, size_t within) {
+    if (!names.empty()) return named.contains(name);
+    return within == 0 && is_big(part, min_elements) && !has_big_list(part, min_elements);
+  };
+  // All parameters below go to `unit`, except those of modules that are units themselves.
+  const std::function<void(const Module&, const std::string&, size_t)> take =
+      [&](const Module& part, const std::string& name, size_t unit) {
+        for (const auto& item : part.named_parameters(/*recurse=*/false)) {
+          if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
+            units[unit].parameters.push_back({joined(name, item.key()), item.value()});
+        }
+        for (const auto& child : part.named_children()) {
+          const std::string child_name = joined(name, child.key());
+          const bool own = is_unit(child_name, *child.value(), unit);
+          if (own) units.push_back({child_name, {}});
+          take(*child.value(), child_name, own ? units.size() - 1 : unit);
+        }
+      };
+  take(module, "", 0);
+  std::erase_if(units, [](const PlannedUnit& unit) { return unit.parameters.empty(); });
+  return units;
 }
 
 }  // namespace lockstep::detail

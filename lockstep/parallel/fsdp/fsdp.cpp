@@ -64,24 +64,13 @@ StateSpread spread_of(const ShardedParameters& parameters) {
   return spread;
 }
 
-}  // namespace
-
-struct FsdpCore::Impl {
-  std::shared_ptr<torch::nn::Module> module;
-  std::vector<at::Tensor> buffers;
-  bool broadcasts_buffers = false;  ///< Before a forward.
-  bool sync_buffers = true;
-  int64_t steps = 0;  ///< Forwards whose gradients are reduced.
-  std::unique_ptr<ShardedParameters> parameters;
-  SpreadOptimizer optimizer;
-  std::vector<at::Tensor> shards;  ///< What the optimizer updates.
-  std::unique_ptr<ShardedGradients> gradients;
-
-  Impl(std::shared_ptr<torch::nn::Module> wrapped, const ProcessGroup& group,
+class Fsdp final : public FsdpCore {
+ public:
+  Fsdp(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
        const FsdpOptions& options, std::optional<c10::Device> device)
-      : module(std::move(wrapped)) {
+      : module_(std::move(module)) {
     if (!group) throw UsageError(std::string(kName) + ": the process group is null");
-    const ModuleState state = whole_module_state(*module);
+    const ModuleState state = whole_module_state(*module_);
     if (state.parameters.empty())
       throw UsageError(std::string(kName) + ": the module has no parameters",
                        "use the module as it is: there is nothing to shard");
@@ -91,62 +80,158 @@ struct FsdpCore::Impl {
       broadcast_tensors(tensors_of(state.parameters), group);
       broadcast_tensors(tensors_of(state.buffers), group);
     }
-    parameters = std::make_unique<ShardedParameters>(
-        lay_out(plan_units(*module, options.units, options.min_unit_elements), *module,
+    parameters_ = std::make_unique<ShardedParameters>(
+        lay_out(plan_units(*module_, options.units, options.min_unit_elements), *module_,
                 group.size()),
         group, options, device.value_or(device_of(state)));
     if (has_deferred(state)) initialise(syncs);
-    parameters->adopt_module();
-    convert_buffers(state, options);
-    optimizer.spread = spread_of(*parameters);
+    parameters_->adopt_module();
+    for (const NamedTensor& item : state.buffers) buffers_.push_back(item.tensor);
+    broadcasts_buffers_ = options.broadcast_buffers && group.size() > 1;
+    optimizer_.spread = spread_of(*parameters_);
     make_shards();
-    gradients = std::make_unique<ShardedGradients>(*parameters, shards, options);
-    if (!shards.empty()) return;
+    gradients_ = std::make_unique<ShardedGradients>(*parameters_, shards_, options);
+    if (!shards_.empty()) return;
     // Optimizers want at least one.
-    const auto dtype = parameters->shard(0).options();
-    shards.push_back(at::empty({0}, dtype).requires_grad_());
-    optimizer.indices.push_back(SpreadOptimizer::kNone);
+    const auto dtype = parameters_->shard(0).options();
+    shards_.push_back(at::empty({0}, dtype).requires_grad_());
+    optimizer_.indices.push_back(SpreadOptimizer::kNone);
   }
 
+  void before_forward() override {
+    begin_use();
+    if (c10::GradMode::is_enabled()) gradients_->follow_module();
+    if (sync_buffers_) share_buffers();
+  }
+  void begin_use() override {
+    check_complete();
+    parameters_->take_values();
+    parameters_->begin_round();
+  }
+  void after_forward(bool records) override {
+    // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
+    sync_buffers_ = gradients_->synchronizing() && records;
+    if (sync_buffers_) group().note_steps(++steps_);
+    if (!records) parameters_->end_round();
+  }
+  void rethrow_failure() override { parameters_->rethrow_failure(); }
+  void check_complete() override {
+    const std::vector<std::string> missing = gradients_->missing_names();
+    if (missing.empty()) return;
+    gradients_->drop_incomplete();
+    throw UsageError(
+        std::string(kName) + ", rank " + std::to_string(group().rank()) +
+            ": backward gave no gradient to " + join(missing, ", "),
+        "set FsdpOptions::find_unused_parameters, freeze them (requires_grad_(false)), "
+        "or use them in the loss");
+  }
+  void share_buffers() override {
+    if (!broadcasts_buffers_) return;
+    std::vector<at::Tensor> values;
+    // Not their versions: a graph of an earlier forward may hold them.
+    for (const at::Tensor& buffer : buffers_) values.push_back(buffer.variable_data());
+    broadcast_tensors(values, group());
+  }
+  bool& synchronizing() override { return gradients_->synchronizing(); }
+
+  const std::vector<at::Tensor>& shards() const override { return shards_; }
+  const ProcessGroup& group() const override { return parameters_->group(); }
+  double clip_grad_norm(double max_norm) override {
+    if (gradients_->has_local())
+      throw UsageError(std::string(kName) + ": clip_grad_norm while gradients only add up",
+                       "run the step's last forward and backward outside of no_sync first");
+    return clip_shards(gradients_of(shards_), max_norm, group());
+  }
+
+  SpreadModel spread_model() override {
+    parameters_->take_values();
+    return model();
+  }
+  const SpreadOptimizer& spread_optimizer() const override { return optimizer_; }
+  StateDict model_state() override { return spread_model().gather(); }
+  void load_model_state(const StateDict& state, const std::string& source) override {
+    parameters_->end_round();
+    model().load(state, source);
+  }
+  std::vector<TensorShard> sharded_state() const override { return model().shards(); }
+  void load_sharded_state(const std::vector<TensorShard>& given,
+                          const std::string& source) override {
+    parameters_->end_round();
+    model().load(given, source);
+  }
+  StateDict optimizer_state(const StateDict& own) override { return optimizer_.gather(own); }
+  StateDict own_optimizer_state(const StateDict& whole, const std::string& source) override {
+    auto [trained, frozen] = optimizer_.own_part(whole, source);
+    optimizer_.frozen = std::move(frozen);
+    return trained;
+  }
+
+  void begin_full(bool writable) override {
+    parameters_->take_values();
+    parameters_->begin_full(writable);
+  }
+  void end_full() override { parameters_->end_full(); }
+
+  int64_t parameter_bytes() const override {
+    int64_t bytes = 0;
+    for (size_t u = 0; u < parameters_->units().size(); ++u)
+      bytes += static_cast<int64_t>(parameters_->shard(u).nbytes());
+    return bytes;
+  }
+  int64_t gradient_bytes() const override { return gradients_->bytes(); }
+  FsdpStatistics statistics() const override {
+    FsdpStatistics statistics;
+    for (const FlatUnit& unit : parameters_->units()) {
+      statistics.units.push_back(unit.name);
+      statistics.unit_elements.push_back(unit.shard_size * group().size());
+    }
+    statistics.shared_memory = parameters_->shared();
+    statistics.gathers = parameters_->gathers();
+    statistics.foretold_gathers = parameters_->foretold_gathers();
+    statistics.reductions = gradients_->reductions();
+    return statistics;
+  }
+
+ private:
   /// Buffers are rank 0's.
   SpreadModel model() const {
-    StateSpread spread = optimizer.spread;
+    StateSpread spread = optimizer_.spread;
     const size_t count = spread.parameters.size();
-    spread.parameters.insert(spread.parameters.end(), buffers.begin(), buffers.end());
+    spread.parameters.insert(spread.parameters.end(), buffers_.begin(), buffers_.end());
     spread.part = [this, count](int rank, size_t i) {
-      if (i < count) return optimizer.spread.part(rank, i);
-      return Part{0, rank == 0 ? buffers[i - count].numel() : 0};
+      if (i < count) return optimizer_.spread.part(rank, i);
+      return Part{0, rank == 0 ? buffers_[i - count].numel() : 0};
     };
     const auto values = [this, count](size_t i) {
-      if (i >= count) return buffers[i - count].detach();
-      for (const Piece& piece : parameters->pieces()) {
-        if (parameters->parameter_of(piece).index == i) return shard(piece);
+      if (i >= count) return buffers_[i - count].detach();
+      for (const Piece& piece : parameters_->pieces()) {
+        if (parameters_->parameter_of(piece).index == i) return shard(piece);
       }
       return at::Tensor();
     };
     const auto store = [this](size_t i, const at::Tensor& whole) {
-      parameters->set_values(optimizer.spread.parameters[i], whole);
+      parameters_->set_values(optimizer_.spread.parameters[i], whole);
     };
-    return {*module, spread.parameters, count, spread, values, store};
+    return {*module_, spread.parameters, count, spread, values, store};
   }
 
   at::Tensor shard(const Piece& piece) const {
-    return parameters->shard(piece.unit).narrow(0, piece.shard_offset, piece.size);
+    return parameters_->shard(piece.unit).narrow(0, piece.shard_offset, piece.size);
   }
 
   /// Runs what deferred_init has noted, and keeps rank 0's values.
   void initialise(bool syncs) {
-    run_deferred(*module, [&](const at::Tensor& deferred, const at::Tensor& made) {
+    run_deferred(*module_, [&](const at::Tensor& deferred, const at::Tensor& made) {
       at::Tensor values = made.contiguous();
-      if (syncs) parameters->group().broadcast(values, 0);
-      values = values.to(parameters->device());
-      if (is_parameter(deferred)) return parameters->set_values(deferred, values);
+      if (syncs) parameters_->group().broadcast(values, 0);
+      values = values.to(parameters_->device());
+      if (is_parameter(deferred)) return parameters_->set_values(deferred, values);
       deferred.unsafeGetTensorImpl()->shallow_copy_from(values.clone().getIntrusivePtr());
     });
   }
 
   bool is_parameter(const at::Tensor& tensor) const {
-    for (const FlatUnit& unit : parameters->units()) {
+    for (const FlatUnit& unit : parameters_->units()) {
       for (const FlatParameter& parameter : unit.parameters) {
         if (parameter.tensor.is_same(tensor)) return true;
       }
@@ -154,167 +239,32 @@ struct FsdpCore::Impl {
     return false;
   }
 
-  void convert_buffers(const ModuleState& state, const FsdpOptions& options) {
-    for (const NamedTensor& item : state.buffers) {
-      at::Tensor buffer = item.tensor;
-      if (options.buffer_dtype && buffer.is_floating_point())
-        buffer.set_data(buffer.detach().to(*options.buffer_dtype));
-      buffers.push_back(buffer);
+  void make_shards() {
+    for (const Piece& piece : parameters_->pieces()) {
+      const FlatParameter& parameter = parameters_->parameter_of(piece);
+      if (!parameter.tensor.requires_grad()) continue;
+      optimizer_.indices.push_back(parameter.index);
+      shards_.push_back(shard(piece).detach().requires_grad_());
     }
-    broadcasts_buffers = options.broadcast_buffers && parameters->group().size() > 1;
   }
 
-  void make_shards() {
-    for (const Piece& piece : parameters->pieces()) {
-      const FlatParameter& parameter = parameters->parameter_of(piece);
-      if (!parameter.tensor.requires_grad()) continue;
-      optimizer.indices.push_back(parameter.index);
-      shards.push_back(shard(piece).detach().requires_grad_());
-    }
-  }
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<at::Tensor> buffers_;
+  bool broadcasts_buffers_ = false;  ///< Before a forward.
+  bool sync_buffers_ = true;
+  int64_t steps_ = 0;  ///< Forwards whose gradients are reduced.
+  std::unique_ptr<ShardedParameters> parameters_;
+  SpreadOptimizer optimizer_;
+  std::vector<at::Tensor> shards_;  ///< What the optimizer updates.
+  std::unique_ptr<ShardedGradients> gradients_;
 };
 
-FsdpCore::FsdpCore(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
-                   const FsdpOptions& options, std::optional<c10::Device> device)
-    : impl_(std::make_unique<Impl>(std::move(module), group, options, device)) {}
+}  // namespace
 
-FsdpCore::~FsdpCore() = default;
-FsdpCore::FsdpCore(FsdpCore&&) noexcept = default;
-FsdpCore& FsdpCore::operator=(FsdpCore&&) noexcept = default;
-
-void FsdpCore::check_complete() {
-  const std::vector<std::string> missing = impl_->gradients->missing();
-  if (missing.empty()) return;
-  impl_->gradients->forget();
-  throw UsageError(std::string(kName) + ", rank " + std::to_string(group().rank()) +
-                       ": backward gave no gradient to " + join(missing, ", "),
-                   "set FsdpOptions::find_unused_parameters, freeze them (requires_grad_(false)), "
-                   "or use them in the loss");
-}
-
-void FsdpCore::before_forward() {
-  begin_use();
-  if (c10::GradMode::is_enabled()) impl_->gradients->follow_module();
-  if (impl_->sync_buffers) share_buffers();
-}
-
-void FsdpCore::begin_use() {
-  check_complete();
-  impl_->parameters->take_values();
-  impl_->parameters->begin_round();
-}
-
-void FsdpCore::rethrow_failure() {
-  impl_->parameters->rethrow_failure();
-}
-
-void FsdpCore::after_forward(bool records) {
-  // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
-  impl_->sync_buffers = impl_->gradients->synchronizing() && records;
-  if (impl_->sync_buffers) group().note_steps(++impl_->steps);
-  if (!records) impl_->parameters->end_round();
-}
-
-void FsdpCore::share_buffers() {
-  if (!impl_->broadcasts_buffers) return;
-  std::vector<at::Tensor> values;
-  // Not their versions: a graph of an earlier forward may hold them.
-  for (const at::Tensor& buffer : impl_->buffers) values.push_back(buffer.variable_data());
-  broadcast_tensors(values, group());
-}
-
-bool& FsdpCore::synchronizing() {
-  return impl_->gradients->synchronizing();
-}
-
-bool FsdpCore::has_local_gradients() const {
-  return impl_->gradients->has_local();
-}
-
-const std::vector<at::Tensor>& FsdpCore::shards() const {
-  return impl_->shards;
-}
-
-const ProcessGroup& FsdpCore::group() const {
-  return impl_->parameters->group();
-}
-
-double FsdpCore::clip_grad_norm(double max_norm) {
-  if (has_local_gradients())
-    throw UsageError(std::string(kName) + ": clip_grad_norm while gradients only add up",
-                     "run the step's last forward and backward outside of no_sync first");
-  return clip_shards(gradients_of(shards()), max_norm, group());
-}
-
-SpreadModel FsdpCore::spread_model() {
-  impl_->parameters->take_values();
-  return impl_->model();
-}
-
-const SpreadOptimizer& FsdpCore::spread_optimizer() const {
-  return impl_->optimizer;
-}
-
-StateDict FsdpCore::model_state() {
-  return spread_model().gather(kName);
-}
-
-void FsdpCore::load_model_state(const StateDict& state, const std::string& source) {
-  impl_->parameters->end_round();
-  impl_->model().load(state, source);
-}
-
-std::vector<TensorShard> FsdpCore::sharded_state() const {
-  return impl_->model().shards();
-}
-
-void FsdpCore::load_sharded_state(const std::vector<TensorShard>& given,
-                                  const std::string& source) {
-  impl_->parameters->end_round();
-  impl_->model().load(given, source);
-}
-
-StateDict FsdpCore::optimizer_state(const StateDict& own) {
-  return impl_->optimizer.gather(own, kName);
-}
-
-StateDict FsdpCore::own_optimizer_state(const StateDict& whole, const std::string& source) {
-  auto [trained, frozen] = impl_->optimizer.own_part(whole, source);
-  impl_->optimizer.frozen = std::move(frozen);
-  return trained;
-}
-
-void FsdpCore::begin_full(bool writable) {
-  impl_->parameters->take_values();
-  impl_->parameters->begin_full(writable);
-}
-
-void FsdpCore::end_full() {
-  impl_->parameters->end_full();
-}
-
-int64_t FsdpCore::parameter_bytes() const {
-  int64_t bytes = 0;
-  for (size_t u = 0; u < impl_->parameters->units().size(); ++u)
-    bytes += static_cast<int64_t>(impl_->parameters->shard(u).nbytes());
-  return bytes;
-}
-
-int64_t FsdpCore::gradient_bytes() const {
-  return impl_->gradients->bytes();
-}
-
-FsdpStatistics FsdpCore::statistics() const {
-  FsdpStatistics statistics;
-  for (const FlatUnit& unit : impl_->parameters->units()) {
-    statistics.units.push_back(unit.name);
-    statistics.unit_elements.push_back(unit.shard_size * group().size());
-  }
-  statistics.shared_memory = impl_->parameters->shared();
-  statistics.gathers = impl_->parameters->gathers();
-  statistics.foretold_gathers = impl_->parameters->foretold_gathers();
-  statistics.reductions = impl_->gradients->reductions();
-  return statistics;
+std::unique_ptr<FsdpCore> make_fsdp_core(std::shared_ptr<torch::nn::Module> module,
+                                         const ProcessGroup& group, const FsdpOptions& options,
+                                         std::optional<c10::Device> device) {
+  return std::make_unique<Fsdp>(std::move(module), group, options, device);
 }
 
 }  // namespace lockstep::detail

@@ -42,8 +42,6 @@ struct FsdpOptions {
   std::optional<at::ScalarType> parameter_dtype = {};
   /// Sum gradients over ranks in this dtype. Undefined: that of the gradients.
   std::optional<at::ScalarType> reduce_dtype = {};
-  /// Convert floating-point buffers to this dtype. Undefined: they stay.
-  std::optional<at::ScalarType> buffer_dtype = {};
   /// Over shared memory keep the whole parameters once per host, and gather nothing. Not with
   /// `parameter_dtype`: then each rank has its own copy in that dtype while it needs it.
   bool share_memory = true;
@@ -73,18 +71,14 @@ struct SpreadOptimizer;
 /// The part of FullyShardedDataParallel that does not depend on the module's type.
 class FsdpCore {
  public:
-  FsdpCore(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
-           const FsdpOptions& options, std::optional<c10::Device> device);
-  ~FsdpCore();
-  FsdpCore(FsdpCore&&) noexcept;
-  FsdpCore& operator=(FsdpCore&&) noexcept;
+  virtual ~FsdpCore() = default;
 
   /// Throws UsageError when the backward before left parameters without a gradient.
-  void before_forward();
+  virtual void before_forward() = 0;
   /// Before parameters are used otherwise, such as in an evaluation. `after_forward` ends it.
-  void begin_use();
+  virtual void begin_use() = 0;
   /// `records`: a backward will follow.
-  void after_forward(bool records);
+  virtual void after_forward(bool records) = 0;
   /// What a WrappedModule asks.
   bool wants_outputs() const { return false; }
   void after_forward(std::vector<at::Tensor>& outputs) {
@@ -92,39 +86,39 @@ class FsdpCore {
   }
   /// After a forward that threw: throws what a gather in it threw, if one did. TorchScript's
   /// interpreter, and a user's own forward, may have made something else of it.
-  void rethrow_failure();
+  virtual void rethrow_failure() = 0;
   /// The same error, and no gradient is kept.
-  void check_complete();
+  virtual void check_complete() = 0;
   /// Rank 0's buffers, for all. A collective.
-  void share_buffers();
-  bool& synchronizing();
-  bool has_local_gradients() const;
+  virtual void share_buffers() = 0;
+  virtual bool& synchronizing() = 0;
 
-  const std::vector<at::Tensor>& shards() const;
-  const ProcessGroup& group() const;
-  double clip_grad_norm(double max_norm);
+  virtual const std::vector<at::Tensor>& shards() const = 0;
+  virtual const ProcessGroup& group() const = 0;
+  virtual double clip_grad_norm(double max_norm) = 0;
 
-  StateDict model_state();
-  void load_model_state(const StateDict& state, const std::string& source);
-  std::vector<TensorShard> sharded_state() const;
-  void load_sharded_state(const std::vector<TensorShard>& given, const std::string& source);
-  StateDict optimizer_state(const StateDict& own);
-  StateDict own_optimizer_state(const StateDict& whole, const std::string& source);
+  virtual StateDict model_state() = 0;
+  virtual void load_model_state(const StateDict& state, const std::string& source) = 0;
+  virtual std::vector<TensorShard> sharded_state() const = 0;
+  virtual void load_sharded_state(const std::vector<TensorShard>& given,
+                                  const std::string& source) = 0;
+  virtual StateDict optimizer_state(const StateDict& own) = 0;
+  virtual StateDict own_optimizer_state(const StateDict& whole, const std::string& source) = 0;
   /// With values that were put into the module's parameters since. A collective.
-  SpreadModel spread_model();
-  const SpreadOptimizer& spread_optimizer() const;
+  virtual SpreadModel spread_model() = 0;
+  virtual const SpreadOptimizer& spread_optimizer() const = 0;
 
-  void begin_full(bool writable);
-  void end_full();
+  virtual void begin_full(bool writable) = 0;
+  virtual void end_full() = 0;
 
-  int64_t parameter_bytes() const;
-  int64_t gradient_bytes() const;
-  FsdpStatistics statistics() const;
-
- private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  virtual int64_t parameter_bytes() const = 0;
+  virtual int64_t gradient_bytes() const = 0;
+  virtual FsdpStatistics statistics() const = 0;
 };
+
+std::unique_ptr<FsdpCore> make_fsdp_core(std::shared_ptr<torch::nn::Module> module,
+                                         const ProcessGroup& group, const FsdpOptions& options,
+                                         std::optional<c10::Device> device);
 
 }  // namespace detail
 
@@ -180,15 +174,16 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   /// are deferred.
   FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
                            const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
-      : Base(module, detail::module_pointer(module), group, options, device) {}
+      : Base(module,
+             detail::make_fsdp_core(detail::module_pointer(module), group, options, device)) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
   /// vectors. One without elements where it has none, as ranks are many and parameters few.
-  const std::vector<at::Tensor>& parameters() const { return this->core_.shards(); }
+  const std::vector<at::Tensor>& parameters() const { return this->core_->shards(); }
 
   /// Scales the gradients of all shards so that the 2-norm of all is at most `max_norm`. Gives the
   /// norm before, the same on all ranks. A collective.
-  double clip_grad_norm(double max_norm) { return this->core_.clip_grad_norm(max_norm); }
+  double clip_grad_norm(double max_norm) { return this->core_->clip_grad_norm(max_norm); }
 
   /// While the guard lives, all of the module's parameters are whole. With `writable`, what was
   /// written to them is kept: all ranks must write the same. A collective, at both ends. Python's
@@ -210,31 +205,31 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
    private:
     detail::FsdpCore& core_;
   };
-  FullParameters full_parameters(bool writable = false) { return {this->core_, writable}; }
+  FullParameters full_parameters(bool writable = false) { return {*this->core_, writable}; }
 
   /// The whole module's parameters and buffers by the module's names, on the CPU of rank 0; empty
   /// on the others. A collective: a rank that does not come gives a TimeoutError that names it.
-  StateDict full_state_dict() { return this->core_.model_state(); }
+  StateDict full_state_dict() { return this->core_->model_state(); }
   /// Takes a whole state on every rank. Throws CheckpointError naming what does not fit.
   void load_full_state_dict(const StateDict& state) {
-    this->core_.load_model_state(state, "the state");
+    this->core_->load_model_state(state, "the state");
   }
   /// What of the module this rank keeps: boxes of the parameters, and on rank 0 the buffers. The
   /// tensors are its own: copy what must outlive the next step. No collective.
-  std::vector<TensorShard> sharded_state_dict() const { return this->core_.sharded_state(); }
+  std::vector<TensorShard> sharded_state_dict() const { return this->core_->sharded_state(); }
   /// Takes what this rank needs of `given`: shards of all ranks of a run of any size, which
   /// together are the whole. Throws CheckpointError naming what is missing or does not fit.
   void load_sharded_state_dict(const std::vector<TensorShard>& given) {
-    this->core_.load_sharded_state(given, "the sharded state");
+    this->core_->load_sharded_state(given, "the sharded state");
   }
   /// The state of an optimizer of `parameters()`, as that of one of the whole module: by
   /// "NAME.parameter-index", where a parameter of several names counts once. On rank 0; empty on
   /// the others. A collective.
-  StateDict full_optimizer_state(const StateDict& own) { return this->core_.optimizer_state(own); }
+  StateDict full_optimizer_state(const StateDict& own) { return this->core_->optimizer_state(own); }
   /// This rank's part of such a state, for `load_state` of an optimizer of `parameters()`. What the
   /// state has of frozen parameters is kept here, for the next full_optimizer_state.
   StateDict own_optimizer_state(const StateDict& whole) {
-    return this->core_.own_optimizer_state(whole, "the state");
+    return this->core_->own_optimizer_state(whole, "the state");
   }
 };
 

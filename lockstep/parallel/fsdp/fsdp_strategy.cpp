@@ -22,12 +22,13 @@ FsdpOptions options_of(const StrategySetup& setup, FsdpOptions options) {
   return options;
 }
 
-class FsdpStrategy : public detail::BaseStrategy {
+class FsdpStrategy : public detail::SpreadStrategy {
  public:
   FsdpStrategy(const StrategySetup& setup, const FsdpOptions& options)
-      : BaseStrategy("fsdp", setup),
-        core_(setup.module, setup.group, options_of(setup, options), setup.device) {
-    optimizer_ = setup.make_optimizer(core_.shards());
+      : SpreadStrategy("fsdp", setup),
+        core_(detail::make_fsdp_core(setup.module, setup.group, options_of(setup, options),
+                                     setup.device)) {
+    optimizer_ = setup.make_optimizer(core_->shards());
     if (!optimizer_->is_elementwise())
       throw UsageError("fsdp: the optimizer " + optimizer_->name() +
                            " looks at whole parameters, of which a rank has parts only",
@@ -35,58 +36,46 @@ class FsdpStrategy : public detail::BaseStrategy {
   }
 
   void run_batch(const BatchWork& work) override {
-    core_.before_forward();
+    core_->before_forward();
     const at::Tensor loss = within_forward(work.loss);
-    core_.after_forward(/*records=*/true);
+    core_->after_forward(/*records=*/true);
     backward(loss);
-    core_.check_complete();
+    core_->check_complete();
     adding_up_ = !work.last_of_step;
   }
 
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
                                     const at::Tensor&) override {
     const at::NoGradGuard no_grad;
-    core_.begin_use();
+    core_->begin_use();
     at::Tensor output = within_forward(forward);
-    core_.after_forward(/*records=*/false);
+    core_->after_forward(/*records=*/false);
     return output;
   }
 
-  void share_buffers() override { core_.share_buffers(); }
+  void share_buffers() override { core_->share_buffers(); }
 
   std::vector<at::Tensor> gradients() const override {
-    return detail::gradients_of(core_.shards());
+    return detail::gradients_of(core_->shards());
   }
-  bool has_sharded_gradients() const override { return true; }
-  double clip_grad_norm(double max_norm) override { return core_.clip_grad_norm(max_norm); }
+  double clip_grad_norm(double max_norm) override { return core_->clip_grad_norm(max_norm); }
 
   void zero_grad() override {
-    lockstep::zero_grad(core_.shards());
+    lockstep::zero_grad(core_->shards());
     adding_up_ = false;
   }
 
-  StateDict model_state() override { return core_.model_state(); }
-  StateDict optimizer_state() override { return core_.optimizer_state(optimizer_->state()); }
-  std::vector<TensorShard> model_shards() override { return core_.spread_model().shards(); }
-  std::vector<TensorShard> optimizer_shards() override {
-    return core_.spread_optimizer().shards(optimizer_->state());
-  }
-  std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
-    return core_.spread_model().needed();
-  }
-  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return core_.spread_optimizer().needed();
-  }
   void load_model_state(const StateDict& state) override {
-    core_.load_model_state(state, "the checkpoint's model.safetensors");
+    core_->load_model_state(state, "the checkpoint's model.safetensors");
   }
   void load_optimizer_state(const StateDict& state) override {
-    const StateDict own = core_.own_optimizer_state(state, "the checkpoint's optimizer state");
+    const StateDict own = core_->own_optimizer_state(state, "the checkpoint's optimizer state");
     optimizer_->load_state(own);
   }
 
   StateBytes state_bytes() const override {
-    return {core_.parameter_bytes(), core_.gradient_bytes(), detail::bytes_of(optimizer_->state())};
+    return {core_->parameter_bytes(), core_->gradient_bytes(),
+            detail::bytes_of(optimizer_->state())};
   }
 
  private:
@@ -94,14 +83,18 @@ class FsdpStrategy : public detail::BaseStrategy {
     try {
       return in_context(forward);
     } catch (...) {
-      core_.rethrow_failure();
+      core_->rethrow_failure();
       throw;
     }
   }
 
+  detail::SpreadModel spread_model() override { return core_->spread_model(); }
+  const detail::SpreadOptimizer& spread_optimizer() const override {
+    return core_->spread_optimizer();
+  }
   Optimizer& optimizer() const override { return *optimizer_; }
 
-  detail::FsdpCore core_;
+  std::unique_ptr<detail::FsdpCore> core_;
   std::unique_ptr<Optimizer> optimizer_;
 };
 

@@ -14,7 +14,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/models/models.h"
 #include "lockstep/optim/sgd.h"
-#include "lockstep/parallel/ddp_strategy.h"
+#include "lockstep/parallel/whole_model.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/over_backends.h"
 

@@ -571,24 +571,6 @@ TEST(Fsdp, BuffersAreRankZeros) {
   });
 }
 
-TEST(Fsdp, FloatingPointBuffersAreConverted) {
-  over_shared_memory(2, [](ProcessGroup group) {
-    FsdpOptions options;
-    options.buffer_dtype = at::kBFloat16;
-    auto module = filled<Counter>(1);
-    module->seen.fill_(group.rank() + 3);
-    const at::Tensor held = module->seen;
-    FullyShardedDataParallel fsdp(module, group, options);
-    EXPECT_EQ(module->seen.scalar_type(), at::kBFloat16);
-    EXPECT_TRUE(held.is_same(module->seen));
-    EXPECT_EQ(module->steps.scalar_type(), at::kLong);
-    EXPECT_EQ(module->seen[1].item<float>(), 3);
-    module->seen.fill_(group.rank() + 7);
-    fsdp.forward(input(0)).sum().backward();
-    EXPECT_EQ(module->seen[0].item<float>(), 7);
-  });
-}
-
 TEST(Fsdp, OffloadChangesNothingOnTheCpu) {
   for (FsdpOptions options : {gathered(), in_common()}) {
     options.cpu_offload = true;

@@ -13,6 +13,7 @@
 #include "lockstep/base/text.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/scaled_copy.h"
+#include "lockstep/parallel/whole_model.h"
 
 namespace lockstep::detail {
 
@@ -41,10 +42,8 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters, std::vector<at
     units_[piece.unit].pieces.push_back(places_.size());
     places_.push_back(piece);
   }
-  tracker_.track(tracked);
+  track(tracked);
 }
-
-ShardedGradients::~ShardedGradients() = default;
 
 bool ShardedGradients::begin_round() {
   if (!synchronizing_) return false;
@@ -102,7 +101,7 @@ void ShardedGradients::on_end() {
   for (; next_ < order_.size(); ++next_) reduce(order_[next_], /*wait=*/next_ + 1 == order_.size());
   for (Reduction& reduction : std::exchange(running_, {})) take_result(std::move(reduction));
   if (!ordered_) agree_on_order();
-  tracker_.forget();
+  forget();
   // No rank has finished the last reduction before all have begun it: nobody reads any more.
   parameters_.end_round(/*all_know=*/true);
 }
@@ -153,7 +152,7 @@ void ShardedGradients::stage(const Unit& unit, size_t index, const at::Tensor& s
   const int size = parameters_.group().size();
   for (const size_t member : unit.trainable) {
     const FlatParameter& item = parameters_.units()[index].parameters[member];
-    at::Tensor& gradient = at::Tensor(item.tensor).mutable_grad();
+    at::Tensor& gradient = item.tensor.mutable_grad();
     const at::Tensor view = view_like(staged, item.offset, item.tensor);
     if (!gradient.defined()) {
       view.zero_();
@@ -198,7 +197,7 @@ void ShardedGradients::take_result(Reduction reduction) {
   Unit& unit = units_[reduction.unit];
   for (const size_t index : unit.pieces) {
     const Piece& place = places_[index];
-    at::Tensor& gradient = at::Tensor(pieces_[index]).mutable_grad();
+    at::Tensor& gradient = pieces_[index].mutable_grad();
     const at::Tensor part = reduction.result.narrow(0, place.shard_offset, place.size);
     if (gradient.defined()) {
       tell_if_kept(index);
@@ -221,7 +220,7 @@ void ShardedGradients::tell_if_kept(size_t piece) {
 }
 
 void ShardedGradients::follow_module() {
-  tracker_.refresh();
+  refresh();
   for (size_t u = 0; u < units_.size(); ++u) {
     const auto& members = parameters_.units()[u].parameters;
     const auto& trainable = units_[u].trainable;
@@ -236,39 +235,29 @@ void ShardedGradients::follow_module() {
 }
 
 bool ShardedGradients::has_local() const {
-  for (size_t u = 0; u < units_.size(); ++u) {
-    for (const size_t member : units_[u].trainable) {
-      if (parameters_.units()[u].parameters[member].tensor.grad().defined()) return true;
-    }
+  for (size_t i = 0; i < members_.size(); ++i) {
+    if (parameter(i).tensor.grad().defined()) return true;
   }
   return false;
 }
 
-std::vector<std::string> ShardedGradients::missing() const {
+std::vector<std::string> ShardedGradients::missing_names() const {
   std::vector<std::string> names;
-  for (const size_t index : tracker_.missing()) names.push_back(parameter(index).name);
+  for (const size_t index : missing()) names.push_back(parameter(index).name);
   return names;
 }
 
-void ShardedGradients::forget() {
-  for (size_t u = 0; u < units_.size(); ++u) {
-    for (const size_t member : units_[u].trainable)
-      at::Tensor(parameters_.units()[u].parameters[member].tensor).mutable_grad().reset();
-  }
+void ShardedGradients::drop_incomplete() {
+  for (size_t i = 0; i < members_.size(); ++i) parameter(i).tensor.mutable_grad().reset();
   withheld_.release();
   running_.clear();
-  tracker_.forget();
+  forget();
 }
 
 int64_t ShardedGradients::bytes() const {
   int64_t bytes = 0;
-  for (size_t u = 0; u < units_.size(); ++u) {
-    if (units_[u].gradient.defined()) bytes += static_cast<int64_t>(units_[u].gradient.nbytes());
-    for (const size_t member : units_[u].trainable) {
-      const at::Tensor& gradient = parameters_.units()[u].parameters[member].tensor.grad();
-      if (gradient.defined()) bytes += static_cast<int64_t>(gradient.nbytes());
-    }
-  }
+  for (const Unit& unit : units_) bytes += bytes_of(unit.gradient);
+  for (size_t i = 0; i < members_.size(); ++i) bytes += bytes_of(parameter(i).tensor.grad());
   return bytes;
 }
 
@@ -276,8 +265,6 @@ WithheldGradients::WithheldGradients(std::vector<at::Tensor> shards, std::string
     : place_(std::move(place)) {
   for (at::Tensor& shard : shards) all_.push_back({std::move(shard), {}, {}});
 }
-
-WithheldGradients::~WithheldGradients() = default;
 
 void WithheldGradients::withhold() {
   if (std::exchange(withheld_, true)) return;

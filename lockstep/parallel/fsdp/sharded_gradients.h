@@ -20,7 +20,6 @@ class WithheldGradients final : private MemoryWatcher {
  public:
   /// `place` begins the error.
   WithheldGradients(std::vector<at::Tensor> shards, std::string place);
-  ~WithheldGradients() override;
 
   void withhold();
   /// Gives the shards the gradients that they had. One whose gradient was dropped or replaced
@@ -49,15 +48,12 @@ class WithheldGradients final : private MemoryWatcher {
 /// unit's parameters too. A reduce-scatter of the buffer adds this rank's shard to the gradients of
 /// its pieces. Units are reduced in one order on all ranks: at first the opposite of the module's,
 /// then that in which rank 0's first gradients came.
-class ShardedGradients : private GradientReceiver {
+class ShardedGradients : private GradientTracker {
  public:
   /// `pieces`: what the optimizer updates, one for each of `parameters.pieces()` that needs a
   /// gradient, in that order. They get gradients.
   ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
                    const FsdpOptions& options);
-  ~ShardedGradients() override;
-  ShardedGradients(const ShardedGradients&) = delete;
-  ShardedGradients& operator=(const ShardedGradients&) = delete;
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
   bool& synchronizing() { return synchronizing_; }
@@ -67,9 +63,9 @@ class ShardedGradients : private GradientReceiver {
   /// Whether gradients wait in the module that were not reduced.
   bool has_local() const;
   /// Names of the parameters that a backward left without a gradient; empty when it is complete.
-  std::vector<std::string> missing() const;
+  std::vector<std::string> missing_names() const;
   /// Drops what an incomplete backward has left.
-  void forget();
+  void drop_incomplete();
   /// Bytes of gradients that this rank keeps.
   int64_t bytes() const;
   int64_t reductions() const { return reductions_; }
@@ -132,7 +128,6 @@ class ShardedGradients : private GradientReceiver {
   int64_t reductions_ = 0;
   WithheldGradients withheld_;
   std::vector<Member> members_;
-  GradientTracker tracker_{*this};
 };
 
 }  // namespace lockstep::detail

@@ -8,9 +8,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/process_group.h"
 #include "lockstep/optim/dense_layout.h"
-#include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/module_state.h"
 
 namespace lockstep::detail {
@@ -34,11 +32,6 @@ int64_t line_up(int64_t bytes) {
   return (bytes + 63) / 64 * 64;
 }
 
-template <class T>
-void erase_value(std::optional<T>& place, const T& value) {
-  if (place == value) place.reset();
-}
-
 }  // namespace
 
 ShardedParameters::ShardedParameters(std::vector<FlatUnit> units, const ProcessGroup& group,
@@ -53,10 +46,6 @@ ShardedParameters::ShardedParameters(std::vector<FlatUnit> units, const ProcessG
       prefetch_(options.prefetch) {
   if (options.share_memory && !dtype_ && device_.is_cpu()) share_memory();
   make_shards();
-}
-
-ShardedParameters::~ShardedParameters() {
-  // A gather that is under way writes to its buffer, which the work holds.
 }
 
 at::ScalarType ShardedParameters::whole_dtype(size_t unit) const {
@@ -123,13 +112,9 @@ void ShardedParameters::adopt_module() {
   state_.reserve(units_.size());
   for (size_t u = 0; u < units_.size(); ++u) {
     const FlatUnit& unit = units_[u];
-    state_.push_back(
-        {WatchedMemory(*this, u, unit.shard_size * group_.size(), whole_dtype(u), device_),
-         {},
-         {},
-         {}});
+    state_.push_back({WatchedMemory(*this, u, unit.shard_size * group_.size(), whole_dtype(u),
+                                    device_, whole_dtype(u) != unit.dtype)});
     WatchedMemory& memory = state_.back().memory;
-    memory.convert_arguments(whole_dtype(u) != unit.dtype);
     for (const FlatParameter& parameter : unit.parameters) {
       at::Tensor tensor = parameter.tensor;
       const at::Tensor view =
@@ -275,8 +260,8 @@ void ShardedParameters::note_switch(size_t unit) {
 
 void ShardedParameters::release(size_t unit) {
   if (shared_ || full_ || !is_whole(unit)) return;
-  erase_value(current_, unit);
-  erase_value(previous_, unit);
+  if (current_ == unit) current_.reset();
+  if (previous_ == unit) previous_.reset();
   free_unit(unit);
 }
 

@@ -65,7 +65,6 @@ class ShardedParameters : private MemoryWatcher {
   /// none: `set_values` gives them. A collective.
   ShardedParameters(std::vector<FlatUnit> units, const ProcessGroup& group,
                     const FsdpOptions& options, c10::Device device);
-  ~ShardedParameters() override;
   ShardedParameters(const ShardedParameters&) = delete;
   ShardedParameters& operator=(const ShardedParameters&) = delete;
 
@@ -115,9 +114,9 @@ class ShardedParameters : private MemoryWatcher {
  private:
   struct Unit {
     WatchedMemory memory;
-    at::Tensor buffer;              ///< Gathered values.
-    Work work;                      ///< Gathers them, until they are put into the memory.
-    std::vector<at::Tensor> views;  ///< Of the memory, by parameter.
+    at::Tensor buffer = {};  ///< Gathered values.
+    Work work = {};  ///< Gathers them, until they are put into the memory. Holds the buffer.
+    std::vector<at::Tensor> views = {};  ///< Of the memory, by parameter.
   };
 
   void before_use(const std::vector<size_t>& memories) override;

@@ -16,7 +16,7 @@ struct WatchedMemory::Watch {
   MemoryWatcher* watcher;  ///< Null once it is gone.
   size_t index;
   at::ScalarType dtype;
-  bool converts = false;
+  bool converts;
   at::Tensor data = {};
 };
 
@@ -86,7 +86,7 @@ class Uses {
 
   MemoryWatcher* watcher() const { return watcher_; }
   const std::vector<size_t>& memories() const { return memories_; }
-  const std::vector<size_t>& written() const { return written_; }
+  std::optional<size_t> written() const { return written_; }
   /// To which other arguments are converted.
   std::optional<at::ScalarType> dtype() const { return dtype_; }
 
@@ -122,17 +122,14 @@ class Uses {
     }
     watcher_ = watch->watcher;
     if (watch->converts) dtype_ = watch->dtype;
-    add_to(memories_, watch->index);
-    if (written) add_to(written_, watch->index);
-  }
-
-  static void add_to(std::vector<size_t>& list, size_t index) {
-    if (std::find(list.begin(), list.end(), index) == list.end()) list.push_back(index);
+    if (std::find(memories_.begin(), memories_.end(), watch->index) == memories_.end())
+      memories_.push_back(watch->index);
+    if (written) written_ = watch->index;
   }
 
   MemoryWatcher* watcher_ = nullptr;
   std::vector<size_t> memories_;
-  std::vector<size_t> written_;
+  std::optional<size_t> written_;
   std::optional<at::ScalarType> dtype_;
 };
 
@@ -155,9 +152,8 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
   const c10::impl::ExcludeDispatchKeyGuard unwatched(kKey);
   MemoryWatcher* const watcher = uses.watcher();
   if (watcher == nullptr) return operation.callBoxed(stack);
-  if (!uses.written().empty() && !leaves_values(operation)) {
-    watcher->before_write(uses.written().front(), operation.operator_name().name);
-  }
+  if (uses.written() && !leaves_values(operation))
+    watcher->before_write(*uses.written(), operation.operator_name().name);
   struct After {
     MemoryWatcher& watcher;
     ~After() { watcher.after_use(); }
@@ -181,8 +177,8 @@ void register_kernel() {
 }  // namespace
 
 WatchedMemory::WatchedMemory(MemoryWatcher& watcher, size_t index, int64_t elements,
-                             at::ScalarType dtype, c10::Device device)
-    : watch_(std::make_shared<Watch>(Watch{&watcher, index, dtype})) {
+                             at::ScalarType dtype, c10::Device device, bool converts)
+    : watch_(std::make_shared<Watch>(Watch{&watcher, index, dtype, converts})) {
   register_kernel();
   const auto type = c10::scalarTypeToTypeMeta(dtype);
   const auto bytes = elements * static_cast<int64_t>(type.itemsize());
@@ -204,10 +200,6 @@ WatchedMemory::~WatchedMemory() {
 }
 
 WatchedMemory::WatchedMemory(WatchedMemory&&) noexcept = default;
-
-void WatchedMemory::convert_arguments(bool convert) {
-  watch_->converts = convert;
-}
 
 void WatchedMemory::put(const at::Tensor& data) {
   watch_->data = data;

@@ -36,9 +36,10 @@ class MemoryWatcher {
 /// is an error of LibTorch's (c10::Error) that says so.
 class WatchedMemory {
  public:
-  /// `watcher` is told of uses of memory number `index` until `forget`.
+  /// `watcher` is told of uses of memory number `index`. With `converts` other arguments of an
+  /// operation that are floating-point numbers of another dtype are converted to this one's.
   WatchedMemory(MemoryWatcher& watcher, size_t index, int64_t elements, at::ScalarType dtype,
-                c10::Device device);
+                c10::Device device, bool converts = false);
   /// Tensors may outlive this. What is in their memory then stays there.
   ~WatchedMemory();
   WatchedMemory(WatchedMemory&&) noexcept;
@@ -46,9 +47,6 @@ class WatchedMemory {
 
   /// All of it, [elements].
   const at::Tensor& tensor() const { return tensor_; }
-  /// Other arguments of an operation that are floating-point numbers of another dtype are converted
-  /// to this memory's. Undefined at first.
-  void convert_arguments(bool convert);
   /// From now on the memory is that of `data`, contiguous and of the same size.
   void put(const at::Tensor& data);
   /// From now on there is none.

@@ -21,8 +21,9 @@ struct Filler : MemoryWatcher {
   std::vector<std::vector<size_t>> uses;
   std::vector<size_t> there;
 
-  at::Tensor add(const at::Tensor& data) {
-    memories.emplace_back(*this, memories.size(), data.numel(), data.scalar_type(), c10::kCPU);
+  at::Tensor add(const at::Tensor& data, bool converts = false) {
+    memories.emplace_back(*this, memories.size(), data.numel(), data.scalar_type(), c10::kCPU,
+                          converts);
     values.push_back(data.contiguous().view({-1}));
     const Unwatched unwatched;
     return memories.back().tensor().view(data.sizes()).detach();
@@ -86,10 +87,10 @@ TEST(WatchedMemory, WritesAreTold) {
 
 TEST(WatchedMemory, ConvertsOtherArgumentsWhereToldTo) {
   Filler filler;
-  filler.memories.reserve(1);
-  const at::Tensor weight = filler.add(at::ones({2, 3}, at::kBFloat16));
-  EXPECT_THROW(at::linear(at::ones({4, 3}), weight), c10::Error);
-  filler.memories[0].convert_arguments(true);
+  filler.memories.reserve(2);
+  EXPECT_THROW(at::linear(at::ones({4, 3}), filler.add(at::ones({2, 3}, at::kBFloat16))),
+               c10::Error);
+  const at::Tensor weight = filler.add(at::ones({2, 3}, at::kBFloat16), /*converts=*/true);
   const at::Tensor x = at::ones({4, 3}).requires_grad_();
   const at::Tensor output = at::linear(x, weight);
   EXPECT_EQ(output.scalar_type(), at::kBFloat16);

@@ -23,12 +23,6 @@ namespace {
 using detail::Parcel;
 using detail::ParcelId;
 
-/// Another stage has failed, which ends the wait for it. Its own error says why.
-class OtherStageFailed : public Error {
- public:
-  using Error::Error;
-};
-
 /// Where the threads of one process hand parcels to each other. Any thread.
 class LocalExchange {
  public:
@@ -39,32 +33,34 @@ class LocalExchange {
     }
     changed_.notify_all();
   }
-  /// Blocks until it has been put. Throws OtherStageFailed after `fail`.
+  /// Blocks until it has been put. Throws what a stage has failed with.
   at::Tensor get(const ParcelId& id) {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return failed_ || parcels_.contains(id); });
-    if (failed_) throw OtherStageFailed("pipeline: another stage has failed");
+    changed_.wait(lock, [&] { return failure_ || parcels_.contains(id); });
+    if (failure_) std::rethrow_exception(failure_);
     return parcels_.extract(id).mapped();
   }
-  void fail() {
+  /// The first failure counts.
+  void fail(const std::exception_ptr& failure) {
     {
       const std::lock_guard lock(mutex_);
-      failed_ = true;
+      if (!failure_) failure_ = failure;
     }
     changed_.notify_all();
   }
+  std::exception_ptr failure() const { return failure_; }
   /// Before a batch: forgets what is left of one that failed.
   void reset() {
     const std::lock_guard lock(mutex_);
     parcels_.clear();
-    failed_ = false;
+    failure_ = nullptr;
   }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<ParcelId, at::Tensor> parcels_;
-  bool failed_ = false;
+  std::exception_ptr failure_;
 };
 
 /// Stages in threads of one process.
@@ -97,23 +93,16 @@ class LocalLink final : public detail::StageLink {
   std::set<ParcelId> without_gradient_;  ///< Gradients that will not come.
 };
 
-bool is_echo(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const OtherStageFailed&) {
-    return true;
-  } catch (...) {
-    return false;
-  }
-}
-
 }  // namespace
 
 struct LocalPipeline::Impl {
   Impl(std::vector<Layer> layers, std::vector<c10::Device> given, LocalPipelineOptions wanted)
       : devices(std::move(given)), options(std::move(wanted)) {
     if (devices.empty()) throw UsageError("LocalPipeline: it needs at least one device");
-    schedule = make_pipeline_schedule(options.schedule, shape(options.num_micro_batches));
+    schedule =
+        make_pipeline_schedule(options.schedule, {static_cast<int>(devices.size()),
+                                                  static_cast<int>(options.num_micro_batches),
+                                                  static_cast<int>(options.stages_per_device)});
     starts = options.plan.empty()
                  ? balance_stages(estimate_layer_costs(layers), schedule.num_stages)
                  : planned_stages(layers, options.plan, schedule.num_stages);
@@ -141,28 +130,17 @@ struct LocalPipeline::Impl {
     threads = std::make_unique<detail::ReplicaThreads>(devices, at::get_num_threads());
   }
 
-  PipelineShape shape(int64_t micro_batches) const {
-    return {static_cast<int>(devices.size()), static_cast<int>(micro_batches),
-            static_cast<int>(options.stages_per_device)};
-  }
-
-  /// Runs `task` for each device in its thread. Rethrows what failed first by itself.
+  /// Runs `task` for each device in its thread. Rethrows what failed first.
   void on_all(const std::function<void(size_t)>& task) {
     exchange.reset();
-    std::vector<std::exception_ptr> errors(devices.size());
     threads->run(devices.size(), [&](size_t at) {
       try {
         task(at);
       } catch (...) {
-        errors[at] = std::current_exception();
-        exchange.fail();
+        exchange.fail(std::current_exception());
       }
     });
-    std::exception_ptr first;
-    for (const std::exception_ptr& error : errors) {
-      if (error && (!first || is_echo(first))) first = error;
-    }
-    if (first) std::rethrow_exception(first);
+    if (exchange.failure()) std::rethrow_exception(exchange.failure());
   }
 
   std::vector<c10::Device> devices;
@@ -171,7 +149,6 @@ struct LocalPipeline::Impl {
   std::vector<size_t> starts;
   std::vector<at::Tensor> parameters;
   LocalExchange exchange;
-  detail::BatchCutter cut;
   std::vector<std::unique_ptr<LocalLink>> links;
   std::vector<std::unique_ptr<detail::ScheduleRunner>> runners;
   std::unique_ptr<detail::ReplicaThreads> threads;
@@ -187,16 +164,10 @@ void LocalPipeline::run_batch(const BatchWork& work) {
   if (work.target.defined()) {
     on_last.target = work.target.to(impl_->devices.back());
   }
-  const detail::MicroBatches batches = impl_->cut.cut(on_last, impl_->schedule);
-  const bool whole = batches.size() == impl_->schedule.num_micro_batches;
-  const PipelineSchedule schedule =
-      whole ? impl_->schedule
-            : make_pipeline_schedule(impl_->options.schedule, impl_->shape(batches.size()));
-  const detail::MicroBatchLoss loss = [&](int micro_batch, const at::Tensor& output) {
-    return batches.loss(micro_batch, output);
-  };
+  const detail::MicroBatches batches = detail::cut_batch(on_last, impl_->schedule);
+  const PipelineSchedule schedule = detail::schedule_for(batches, impl_->schedule);
   const c10::AutoGradMode with_grad(true);
-  impl_->on_all([&](size_t at) { impl_->runners[at]->run(schedule, batches.inputs(), loss); });
+  impl_->on_all([&](size_t at) { impl_->runners[at]->run(schedule, batches); });
 }
 
 at::Tensor LocalPipeline::predict(const at::Tensor& input) {

@@ -4,10 +4,8 @@
 #include <ATen/ops/split_with_sizes.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/words.h"
 
 namespace lockstep::detail {
 namespace {
@@ -52,27 +50,22 @@ at::Tensor MicroBatches::loss(int micro_batch, const at::Tensor& output) const {
          (static_cast<double>(inputs_[i].size(0)) / static_cast<double>(work_.input.size(0)));
 }
 
-MicroBatches BatchCutter::cut(const BatchWork& work, const PipelineSchedule& schedule) {
+MicroBatches cut_batch(const BatchWork& work, const PipelineSchedule& schedule) {
   check_work(work);
   const int64_t samples = work.input.size(0);
-  int64_t parts = schedule.num_micro_batches;
-  const bool any_size = std::exchange(any_size_, false);
-  if (samples % parts != 0) {
-    if (samples >= full_size_ && !any_size) {
-      throw UsageError("strategy pipeline: a batch of " + counted(samples, "sample") +
-                           " cannot be divided into " + std::to_string(parts) + " micro-batches",
-                       "take a batch size that is a multiple of " + std::to_string(parts) +
-                           ", or another --num-micro-batches");
-    }
-    PipelineShape shape{schedule.num_ranks, 0, schedule.stages_per_rank()};
-    parts = std::min(parts, samples);
-    while (shape.num_micro_batches = static_cast<int>(parts),
-           !fits_pipeline_schedule(schedule.name, shape)) {
-      --parts;
-    }
+  PipelineShape shape{schedule.num_ranks, 0, schedule.stages_per_rank()};
+  int64_t parts = std::min<int64_t>(schedule.num_micro_batches, samples);
+  while (shape.num_micro_batches = static_cast<int>(parts),
+         !fits_pipeline_schedule(schedule.name, shape)) {
+    --parts;
   }
-  full_size_ = std::max(full_size_, samples);
   return MicroBatches(work, sizes_of_parts(samples, parts));
+}
+
+PipelineSchedule schedule_for(const MicroBatches& batches, const PipelineSchedule& schedule) {
+  if (batches.size() == schedule.num_micro_batches) return schedule;
+  return make_pipeline_schedule(schedule.name,
+                                {schedule.num_ranks, batches.size(), schedule.stages_per_rank()});
 }
 
 }  // namespace lockstep::detail

@@ -26,20 +26,10 @@ class MicroBatches {
   std::vector<at::Tensor> targets_;
 };
 
-/// Cuts the batches of a run, of which the first one is the largest.
-class BatchCutter {
- public:
-  /// As many parts as `schedule` has micro-batches; of a batch smaller than the first one as many
-  /// as can be. Throws UsageError for a work without input, target or criterion, and for a batch
-  /// of full size that cannot be divided.
-  MicroBatches cut(const BatchWork& work, const PipelineSchedule& schedule);
-
-  /// The next batch may be the last one of an epoch, as the first one after a resume may be.
-  void expect_any_size() { any_size_ = true; }
-
- private:
-  int64_t full_size_ = 0;
-  bool any_size_ = false;
-};
+/// As many parts as `schedule` has micro-batches, or fewer where the batch has fewer samples.
+/// Throws UsageError for a work without input, target or criterion.
+MicroBatches cut_batch(const BatchWork& work, const PipelineSchedule& schedule);
+/// The same schedule for as many micro-batches as there are.
+PipelineSchedule schedule_for(const MicroBatches& batches, const PipelineSchedule& schedule);
 
 }  // namespace lockstep::detail

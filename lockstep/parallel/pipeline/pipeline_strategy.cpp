@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
@@ -261,22 +260,18 @@ class GradientExchange {
     for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = places_[i];
   }
   void lay_out(const std::vector<at::Tensor>& parameters) {
-    std::map<at::ScalarType, int64_t> elements;
-    for (const at::Tensor& parameter : parameters) {
-      elements[parameter.scalar_type()] += parameter.numel();
-    }
     flat_.clear();
-    std::map<at::ScalarType, std::pair<at::Tensor, int64_t>> parts;
-    for (const auto& [dtype, count] : elements) {
-      flat_.push_back(data_parallel_.symmetric_empty(count, dtype));
-      parts[dtype] = {flat_.back(), 0};
-    }
-    places_.clear();
-    for (const at::Tensor& parameter : parameters) {
-      auto& [flat, used] = parts[parameter.scalar_type()];
+    places_.resize(parameters.size());
+    for (const auto& members : detail::by_kind(parameters)) {
+      int64_t count = 0;
+      for (const size_t i : members) count += parameters[i].numel();
+      const at::Tensor& flat = flat_.emplace_back(
+          data_parallel_.symmetric_empty(count, parameters[members.front()].scalar_type()));
       // In the parameter's own order of memory, which fused optimizers want.
-      places_.push_back(view_like(flat, used, parameter));
-      used += parameter.numel();
+      for (int64_t at = 0; const size_t i : members) {
+        places_[i] = view_like(flat, at, parameters[i]);
+        at += parameters[i].numel();
+      }
     }
     laid_out_ = parameters;
   }
@@ -291,10 +286,10 @@ class GradientExchange {
   std::vector<at::Tensor> places_;
 };
 
-class PipelineStrategy final : public detail::BaseStrategy {
+class PipelineStrategy final : public detail::SpreadStrategy {
  public:
   explicit PipelineStrategy(const StrategySetup& setup)
-      : BaseStrategy("pipeline", setup),
+      : SpreadStrategy("pipeline", setup),
         setup_((expect_layers(setup), setup)),
         mesh_(setup.group, dimensions_of(setup.options, setup.group.size())),
         pipeline_(mesh_.get_group("pp")),
@@ -326,15 +321,12 @@ class PipelineStrategy final : public detail::BaseStrategy {
   }
 
   void run_batch(const BatchWork& work) override {
-    const detail::MicroBatches batches = cut_.cut(work, schedule_);
+    const detail::MicroBatches batches = detail::cut_batch(work, schedule_);
     exchange_.begin();
     // A smaller batch at the end of an epoch may have fewer micro-batches.
-    const bool whole = batches.size() == schedule_.num_micro_batches;
-    const PipelineSchedule shorter = whole ? PipelineSchedule() : schedule_of(batches.size());
-    runner_->run(whole ? schedule_ : shorter, batches.inputs(),
-                 [&](int micro_batch, const at::Tensor& output) {
-                   return batches.loss(micro_batch, output);
-                 });
+    batches.size() == schedule_.num_micro_batches
+        ? runner_->run(schedule_, batches)
+        : runner_->run(detail::schedule_for(batches, schedule_), batches);
     adding_up_ = !work.last_of_step;
     if (!work.last_of_step) return;
     exchange_.run();
@@ -372,32 +364,11 @@ class PipelineStrategy final : public detail::BaseStrategy {
     lockstep::zero_grad(parameters_);
   }
 
-  StateDict model_state() override {
-    return is_first_pipeline() ? model_.gather("strategy pipeline") : StateDict();
-  }
-  StateDict optimizer_state() override {
-    if (!is_first_pipeline()) return {};
-    return spread_.gather(optimizer_->state(), "strategy pipeline");
-  }
-  std::vector<TensorShard> model_shards() override {
-    return is_first_pipeline() ? model_.shards() : std::vector<TensorShard>();
-  }
-  std::vector<TensorShard> optimizer_shards() override {
-    if (!is_first_pipeline()) return {};
-    return spread_.shards(optimizer_->state());
-  }
-  std::map<std::string, std::vector<TensorBox>> needed_of_model() override {
-    return model_.needed();
-  }
-  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return spread_.needed();
-  }
   void load_model_state(const StateDict& state) override {
     model_.load(state, "the checkpoint's model.safetensors");
   }
   void load_optimizer_state(const StateDict& state) override {
     optimizer_->load_state(spread_.own_part(state, "strategy pipeline").first);
-    cut_.expect_any_size();
   }
   StateBytes state_bytes() const override {
     return {detail::bytes_of(parameters_), detail::bytes_of(gradients()),
@@ -405,7 +376,9 @@ class PipelineStrategy final : public detail::BaseStrategy {
   }
 
  private:
-  bool is_first_pipeline() const { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
+  detail::SpreadModel spread_model() override { return model_; }
+  const detail::SpreadOptimizer& spread_optimizer() const override { return spread_; }
+  bool gives_states() const override { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
 
   Optimizer& optimizer() const override { return *optimizer_; }
 
@@ -429,12 +402,6 @@ class PipelineStrategy final : public detail::BaseStrategy {
     return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 
-  PipelineSchedule schedule_of(int64_t micro_batches) const {
-    PipelineShape shape = shape_of(setup_.options, pipeline_.size());
-    shape.num_micro_batches = static_cast<int>(micro_batches);
-    return make_pipeline_schedule(setup_.options.pipeline_schedule, shape);
-  }
-
   StrategySetup setup_;
   DeviceMesh mesh_;
   ProcessGroup pipeline_;
@@ -448,7 +415,6 @@ class PipelineStrategy final : public detail::BaseStrategy {
   std::unique_ptr<detail::ScheduleRunner> runner_;
   std::vector<at::Tensor> parameters_;  ///< Of this rank's stages.
   std::unique_ptr<Optimizer> optimizer_;
-  detail::BatchCutter cut_;
   int64_t steps_ = 0;
 };
 

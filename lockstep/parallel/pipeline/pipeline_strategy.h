@@ -24,10 +24,9 @@ namespace lockstep {
 /// - Losses and gradients are those of one process that accumulates the same micro-batches, to the
 ///   last bit. Only tied parameters (one tensor in layers of several stages) are summed in another
 ///   order: over each stage first, then over the stages.
-/// - Each batch is cut into `options.num_micro_batches` equal parts. A batch smaller than the first
-///   one, as at the end of an epoch, may be cut unevenly or into fewer parts. Its parts then weigh
-///   as many samples as they have. So may the first batch after load_optimizer_state, which may be
-///   the last of an epoch.
+/// - Each batch is cut into `options.num_micro_batches` parts, as equal as can be, or fewer where
+/// it
+///   has fewer samples. Parts that are not equal weigh as many samples as they have.
 /// - The memory of parameters of other ranks' stages is freed, and their values are NaN from then
 ///   on. Save the model with `model_state`.
 /// - Layers must give one tensor whose shape depends on the input's shape alone.

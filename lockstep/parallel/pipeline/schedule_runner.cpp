@@ -84,10 +84,10 @@ class Stage {
     return output.set_requires_grad(wanted);
   }
   /// The same on the last stage, which gives nothing on.
-  void forward_with_loss(int micro_batch, at::Tensor input, const MicroBatchLoss& loss) {
+  void forward_with_loss(int micro_batch, at::Tensor input, const MicroBatches& batches) {
     Kept& kept = this->kept(micro_batch);
     kept.input = std::move(input);
-    kept.loss = loss;
+    kept.batches = &batches;
     // Nobody waits for the output of the last stage: it is made when backward needs it.
     if (!options_.recompute_activations) root_of(micro_batch);
   }
@@ -117,9 +117,9 @@ class Stage {
  private:
   struct Kept {
     at::Tensor input;
-    at::Tensor output;  ///< Or the loss.
-    MicroBatchLoss loss;
-    std::optional<RecordedState> state;  ///< With which forward ran.
+    at::Tensor output;                      ///< Or the loss.
+    const MicroBatches* batches = nullptr;  ///< Where a loss is to be made.
+    std::optional<RecordedState> state;     ///< With which forward ran.
     std::optional<SplitBackward> split;
   };
   /// Held while this stage draws random numbers that must be drawn once more.
@@ -146,11 +146,11 @@ class Stage {
     Kept& kept = this->kept(micro_batch);
     if (kept.output.defined()) return kept.output;
     const auto alone = lock_forward();
-    if (!kept.loss) return recompute(micro_batch);
+    if (!kept.batches) return recompute(micro_batch);
     const auto context = options_.forward_context ? options_.forward_context() : nullptr;
     at::Tensor x = kept.input;
     for (const Layer& layer : layers_) x = layer.forward(x);
-    kept.output = std::exchange(kept.loss, nullptr)(micro_batch, x);
+    kept.output = std::exchange(kept.batches, nullptr)->loss(micro_batch, x);
     return kept.output;
   }
   at::Tensor input_gradient(Kept& kept) const {
@@ -188,13 +188,12 @@ ScheduleRunner::ScheduleRunner(int rank, int num_ranks, const std::vector<Layer>
 
 ScheduleRunner::~ScheduleRunner() = default;
 
-void ScheduleRunner::run(const PipelineSchedule& schedule, const std::vector<at::Tensor>& inputs,
-                         const MicroBatchLoss& loss) {
-  inputs_ = &inputs;
-  loss_ = &loss;
+void ScheduleRunner::run(const PipelineSchedule& schedule, const MicroBatches& batches) {
+  batches_ = &batches;
   here_.clear();
   std::vector<ShapeKey> keys;
-  for (const at::Tensor& input : inputs) keys.push_back(key_of(input, /*records_graph=*/true));
+  for (const at::Tensor& input : batches.inputs())
+    keys.push_back(key_of(input, /*records_graph=*/true));
   link_.begin(std::move(keys));
   for (const auto& stage : stages_) stage->begin(schedule.num_micro_batches);
   for (const PipelineAction& action : schedule.actions.at(static_cast<size_t>(rank_))) {
@@ -243,9 +242,10 @@ void ScheduleRunner::perform(const PipelineAction& action) {
 void ScheduleRunner::forward(const PipelineAction& action) {
   const int stage = action.stage, i = action.micro_batch;
   Stage& here = stage_of(stage);
-  at::Tensor input = stage == 0 ? inputs_->at(static_cast<size_t>(i)).to(here.device()).detach()
-                                : take({Parcel::activation, stage, i});
-  if (is_last(stage)) return here.forward_with_loss(i, std::move(input), *loss_);
+  at::Tensor input = stage == 0
+                         ? batches_->inputs().at(static_cast<size_t>(i)).to(here.device()).detach()
+                         : take({Parcel::activation, stage, i});
+  if (is_last(stage)) return here.forward_with_loss(i, std::move(input), *batches_);
   give({Parcel::activation, stage + 1, i}, here.forward(i, std::move(input)));
 }
 

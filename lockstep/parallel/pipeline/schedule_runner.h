@@ -3,12 +3,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "lockstep/parallel/pipeline/micro_batches.h"
 #include "lockstep/parallel/pipeline/schedule.h"
 #include "lockstep/parallel/pipeline/stage_link.h"
 #include "lockstep/parallel/strategy.h"
@@ -24,9 +24,6 @@ struct StageOptions {
   std::shared_ptr<std::mutex> one_forward = nullptr;
 };
 
-/// Makes a loss of the last stage's output. Called once for each micro-batch.
-using MicroBatchLoss = std::function<at::Tensor(int micro_batch, const at::Tensor& output)>;
-
 class Stage;
 
 /// Does what a schedule says for one rank, with that rank's stages. One thread.
@@ -38,11 +35,10 @@ class ScheduleRunner {
                  const std::vector<size_t>& starts, const StageOptions& options, StageLink& link);
   ~ScheduleRunner();
 
-  /// One batch, forward and backward. `inputs` are the micro-batches, whose shapes all ranks know.
-  /// `loss` is called on the rank of the last stage. Throws what layers, the loss and the link
-  /// throw. After that the link must not be used again.
-  void run(const PipelineSchedule& schedule, const std::vector<at::Tensor>& inputs,
-           const MicroBatchLoss& loss);
+  /// One batch, forward and backward. All ranks know the shapes of the inputs. Losses are made on
+  /// the rank of the last stage. Throws what layers, the loss and the link throw. After that the
+  /// link must not be used again.
+  void run(const PipelineSchedule& schedule, const MicroBatches& batches);
   /// One forward of a whole batch, without a graph: the output, on the rank of the last stage.
   at::Tensor predict(const at::Tensor& input);
 
@@ -60,9 +56,8 @@ class ScheduleRunner {
   const int num_stages_;
   std::vector<std::unique_ptr<Stage>> stages_;
   StageLink& link_;
-  const std::vector<at::Tensor>* inputs_ = nullptr;  ///< While `run` runs, as all below.
-  const MicroBatchLoss* loss_ = nullptr;
-  std::map<ParcelId, at::Tensor> here_;  ///< For stages of this rank, or to be sent.
+  const MicroBatches* batches_ = nullptr;  ///< While `run` runs, as all below.
+  std::map<ParcelId, at::Tensor> here_;    ///< For stages of this rank, or to be sent.
 };
 
 }  // namespace lockstep::detail

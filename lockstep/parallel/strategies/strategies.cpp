@@ -5,10 +5,10 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
-#include "lockstep/parallel/ddp_strategy.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/logical_shards.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
+#include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
 namespace lockstep {

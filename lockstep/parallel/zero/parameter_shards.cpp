@@ -217,7 +217,8 @@ ShardLayout even_layout(const std::vector<at::Tensor>& parameters,
 }
 
 ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
-                         const std::vector<size_t>& trained, std::vector<int64_t>& sizes) {
+                         const std::vector<size_t>& trained, int ranks) {
+  std::vector<int64_t> sizes(static_cast<size_t>(ranks));
   std::vector<size_t> largest_first = trained;
   std::stable_sort(largest_first.begin(), largest_first.end(), [&](size_t a, size_t b) {
     return parameters[a].numel() > parameters[b].numel();
@@ -245,12 +246,10 @@ ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
 }
 
 ShardLayout single_layout(const std::vector<at::Tensor>& parameters,
-                          const std::vector<size_t>& trained, bool may_cut,
-                          std::vector<int64_t>& sizes) {
-  if (!may_cut) return whole_layout(parameters, trained, sizes);
+                          const std::vector<size_t>& trained, bool may_cut, int ranks) {
+  if (!may_cut) return whole_layout(parameters, trained, ranks);
   return even_layout(parameters,
-                     buckets_of(parameters, trained, std::numeric_limits<int64_t>::max()),
-                     static_cast<int>(sizes.size()));
+                     buckets_of(parameters, trained, std::numeric_limits<int64_t>::max()), ranks);
 }
 
 }  // namespace lockstep::detail

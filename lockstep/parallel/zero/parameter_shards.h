@@ -36,15 +36,14 @@ ShardLayout even_layout(const std::vector<at::Tensor>& parameters,
                         const std::vector<std::vector<size_t>>& buckets, int ranks);
 
 /// Every parameter of `trained` belongs to one rank, by the algorithm of Python's
-/// ZeroRedundancyOptimizer: largest first, each to the rank that has least. `sizes`: the elements
-/// that each rank has already, and afterwards has. One bucket for each dtype and device.
+/// ZeroRedundancyOptimizer: largest first, each to the rank that has least. One bucket for each
+/// dtype and device.
 ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
-                         const std::vector<size_t>& trained, std::vector<int64_t>& sizes);
+                         const std::vector<size_t>& trained, int ranks);
 
-/// The one of these two, in one bucket for each dtype and device. `sizes` is of as many as ranks.
+/// The one of these two, in one bucket for each dtype and device.
 ShardLayout single_layout(const std::vector<at::Tensor>& parameters,
-                          const std::vector<size_t>& trained, bool may_cut,
-                          std::vector<int64_t>& sizes);
+                          const std::vector<size_t>& trained, bool may_cut, int ranks);
 
 /// `trained` in lists of one dtype and device, each of at most `cap` bytes or of one parameter, in
 /// the order given.

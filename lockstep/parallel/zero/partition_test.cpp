@@ -49,25 +49,15 @@ TEST(EvenLayout, CutsParametersAtMultiplesFromTheirStart) {
 /// The owners that Python's ZeroRedundancyOptimizer gives (by _partition_parameters, torch 2.13).
 TEST(WholeLayout, IsPythonsGreedyOne) {
   const auto parameters = of_sizes({10, 700, 300, 20, 300, 40});
-  std::vector<int64_t> sizes(2);
-  const auto layout = whole_layout(parameters, all_of(parameters), sizes);
-  EXPECT_THAT(sizes, ElementsAre(700, 670));
+  const auto layout = whole_layout(parameters, all_of(parameters), 2);
   ASSERT_EQ(layout.size(), 1U);
   EXPECT_THAT(layout[0].parameters, ElementsAre(1, 0, 2, 3, 4, 5));
   EXPECT_EQ(layout[0].bounds[1], layout[0].offsets[1]);
 }
 
-TEST(WholeLayout, GoesOnFromWhatRanksHave) {
-  const auto parameters = of_sizes({5, 6});
-  std::vector<int64_t> sizes{100, 0, 3};
-  whole_layout(parameters, all_of(parameters), sizes);
-  EXPECT_THAT(sizes, ElementsAre(100, 6, 8));
-}
-
 TEST(WholeLayout, RanksWithoutParameters) {
   const auto parameters = of_sizes({5});
-  std::vector<int64_t> sizes(3);
-  const auto layout = whole_layout(parameters, all_of(parameters), sizes);
+  const auto layout = whole_layout(parameters, all_of(parameters), 3);
   EXPECT_THAT(layout[0].bounds, ElementsAre(0, 64, 64, 64));
 }
 

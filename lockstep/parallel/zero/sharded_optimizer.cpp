@@ -4,7 +4,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
-#include <nlohmann/json.hpp>
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
@@ -85,7 +84,7 @@ void ShardedOptimizer::take_gradients() {
     if (!shards_.has(i))
       throw UsageError(what_ + ": parameter " + std::to_string(i) +
                            " has a gradient, but was frozen when this was made",
-                       "make it anew after parameters were unfrozen, or add them as a group");
+                       "make it anew after parameters were unfrozen");
     const at::Tensor& part = shards_.parts()[i];
     if (part.numel() > 0) part.mutable_grad() = shards_.cut(i, gradient);
   }
@@ -115,35 +114,10 @@ void ShardedOptimizer::drop_gradients() {
   for (const at::Tensor& part : shards_.parts()) part.mutable_grad().reset();
 }
 
-StateDict ShardedOptimizer::gather_state(int to, const std::string& call) const {
-  return spread_.gather(optimizer_->state(), what_ + "::" + call, to);
-}
-
-StateDict ShardedOptimizer::copy_of_state() const {
-  StateDict copy = optimizer_->state();
-  for (auto& [name, tensor] : copy) tensor = tensor.detach().clone();
-  return copy;
-}
-
 void ShardedOptimizer::load_state(const StateDict& whole) {
-  // What fails on the only rank changes nothing by itself.
-  const bool may_go_back = shards_.group().size() > 1;
-  const StateDict before = may_go_back ? copy_of_state() : StateDict();
-  std::pair<StateDict, StateDict> own;
-  std::string problem;
-  try {
-    own = spread_.own_part(whole, optimizer_->name());
-    optimizer_->load_state(own.first);
-  } catch (const CheckpointError& error) {
-    problem = error.what();
-  }
-  const auto problems = shards_.group().all_gather_object(problem);
-  for (const auto& found : problems) {
-    if (found.get_ref<const std::string&>().empty()) continue;
-    if (problem.empty()) optimizer_->load_state(before);
-    throw CheckpointError(found.get<std::string>());
-  }
-  spread_.frozen = std::move(own.second);
+  auto [trained, frozen] = spread_.own_part(whole, optimizer_->name());
+  optimizer_->load_state(trained);
+  spread_.frozen = std::move(frozen);
 }
 
 }  // namespace lockstep::detail

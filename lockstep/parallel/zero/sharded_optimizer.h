@@ -44,17 +44,11 @@ class ShardedOptimizer {
   void update(const StepScale& scale);
   void drop_gradients();
 
-  /// The whole state on rank `to`; empty on the others. `call` is what the user called, for
-  /// messages. A collective.
-  StateDict gather_state(int to, const std::string& call) const;
   /// By the indices of the parameters, as `local().state()`.
   const SpreadOptimizer& spread() const { return spread_; }
-  /// A whole state, the same on every rank. Where it fits one rank's part but not another's, all
-  /// throw CheckpointError and change nothing. What it has of frozen parameters is kept for
-  /// gather_state. A collective.
+  /// A whole state, the same on every rank. Throws CheckpointError where it does not fit this
+  /// rank's part, and then changes nothing. What it has of frozen parameters is kept for `spread`.
   void load_state(const StateDict& whole);
-  /// A copy of this rank's part, to go back to.
-  StateDict copy_of_state() const;
 
  private:
   std::string what_;  ///< For messages.

@@ -7,7 +7,6 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
-#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -90,71 +89,35 @@ class OverlappedSteps {
   std::vector<Work> shared_;
 };
 
-/// The entries of `count` parameters from `first` on, by indices from `to` on.
-StateDict renumbered(const StateDict& state, size_t first, size_t count, size_t to) {
-  StateDict result;
-  for (const auto& [text, tensor] : state) {
-    const StateKey key = parse_state_key(text);
-    if (key.index >= first && key.index - first < count)
-      result.emplace_back(state_key(key.name, key.index - first + to), tensor);
-  }
-  return result;
+detail::ShardedOptimizer make_sharded(std::vector<at::Tensor> parameters,
+                                      const OptimizerFactory& make, const ProcessGroup& group) {
+  if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
+  if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
+  parameters = unique_parameters(parameters);
+  detail::trained_of(parameters, kWhat);
+  if (group.size() > 1) check_same_parameters(parameters, group);
+  return {
+      std::move(parameters), make, group,
+      [&](const auto&... arguments) { return detail::single_layout(arguments..., group.size()); },
+      kWhat};
 }
 
 }  // namespace
 
 struct ZeroRedundancyOptimizer::Impl {
   ProcessGroup group;
-  ZeroOptions options;
-  std::vector<std::unique_ptr<detail::ShardedOptimizer>> groups;
-  std::vector<at::Tensor> parameters;  ///< Of all groups.
-  std::vector<int64_t> sizes;  ///< Elements that each rank has, where parameters are not cut.
-  std::optional<StateDict> consolidated;
-  std::function<bool()> adding_up;
+  detail::ShardedOptimizer optimizer;
+  std::optional<StateDict> consolidated = {};
+  std::function<bool()> adding_up = {};
   bool overlaps = false;
-
-  detail::ShardLayout lay_out(const std::vector<at::Tensor>& parameters,
-                              const std::vector<size_t>& trained, bool may_cut) {
-    if (options.partition == ZeroPartition::elements && !may_cut)
-      throw UsageError(
-          std::string(kWhat) + ": ZeroPartition::elements, but the optimizer is not elementwise",
-          "use ZeroPartition::automatic");
-    const bool cuts = may_cut && options.partition != ZeroPartition::parameters;
-    return detail::single_layout(parameters, trained, cuts, sizes);
-  }
-
-  void add(std::vector<at::Tensor> parameters, const OptimizerFactory& make) {
-    if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
-    if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
-    parameters = unique_parameters(parameters);
-    std::vector<at::Tensor> all = this->parameters;
-    all.insert(all.end(), parameters.begin(), parameters.end());
-    detail::trained_of(all, kWhat);
-    if (group.size() > 1) check_same_parameters(parameters, group);
-    groups.push_back(std::make_unique<detail::ShardedOptimizer>(
-        std::move(parameters), make, group,
-        [this](const auto&... arguments) { return lay_out(arguments...); }, kWhat));
-    this->parameters = std::move(all);
-  }
 };
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
                                                  const OptimizerFactory& make,
-                                                 const ProcessGroup& group,
-                                                 const ZeroOptions& options)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->group = group;
-  impl_->options = options;
-  if (group) impl_->sizes.resize(static_cast<size_t>(group.size()));
-  impl_->add(std::move(parameters), make);
-}
+                                                 const ProcessGroup& group)
+    : impl_(new Impl{group, make_sharded(std::move(parameters), make, group)}) {}
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
-
-void ZeroRedundancyOptimizer::add_param_group(std::vector<at::Tensor> parameters,
-                                              const OptimizerFactory& make) {
-  impl_->add(std::move(parameters), make);
-}
 
 void ZeroRedundancyOptimizer::step_scaled(const StepScale& scale) {
   if (impl_->overlaps) return;
@@ -163,11 +126,9 @@ void ZeroRedundancyOptimizer::step_scaled(const StepScale& scale) {
                          ": step() after a batch within no_sync, whose gradients only add up",
                      "run the last batch before each step outside of no_sync");
   Join::notify_join_context(*this);
-  for (auto& group : impl_->groups) group->take_gradients();
-  for (auto& group : impl_->groups) {
-    group->step(scale);
-    group->drop_gradients();
-  }
+  impl_->optimizer.take_gradients();
+  impl_->optimizer.step(scale);
+  impl_->optimizer.drop_gradients();
 }
 
 void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
@@ -175,10 +136,8 @@ void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
 }
 
 AsyncGradientHook ZeroRedundancyOptimizer::hook_with_zero_step() {
-  if (impl_->groups.size() > 1)
-    throw UsageError(std::string(kWhat) + ": only one group of parameters overlaps with backward");
   impl_->overlaps = true;
-  auto steps = std::make_shared<OverlappedSteps>(*impl_->groups.front());
+  auto steps = std::make_shared<OverlappedSteps>(impl_->optimizer);
   return [steps](const ProcessGroup& group, GradientBucket& bucket) {
     return steps->begin(group, bucket);
   };
@@ -206,44 +165,30 @@ const ProcessGroup& ZeroRedundancyOptimizer::join_process_group() const {
 }
 
 void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
-  for (auto& group : impl_->groups) lockstep::zero_grad(group->shards().parameters(), set_to_none);
+  lockstep::zero_grad(parameters(), set_to_none);
 }
 
 void ZeroRedundancyOptimizer::set_lr(double lr) {
-  for (auto& group : impl_->groups) group->local().set_lr(lr);
+  impl_->optimizer.local().set_lr(lr);
 }
 double ZeroRedundancyOptimizer::lr() const {
-  return impl_->groups.front()->local().lr();
+  return impl_->optimizer.local().lr();
 }
 const std::vector<at::Tensor>& ZeroRedundancyOptimizer::parameters() const {
-  return impl_->parameters;
+  return impl_->optimizer.shards().parameters();
 }
 bool ZeroRedundancyOptimizer::takes_grad_scale() const {
-  for (const auto& group : impl_->groups) {
-    if (!group->local().takes_grad_scale()) return false;
-  }
-  return true;
+  return impl_->optimizer.local().takes_grad_scale();
 }
 const std::string& ZeroRedundancyOptimizer::name() const {
-  return impl_->groups.front()->local().name();
+  return impl_->optimizer.local().name();
 }
 bool ZeroRedundancyOptimizer::is_elementwise() const {
-  for (const auto& group : impl_->groups) {
-    if (!group->local().is_elementwise()) return false;
-  }
-  return true;
+  return impl_->optimizer.local().is_elementwise();
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
-  StateDict all;
-  size_t first = 0;
-  for (const auto& group : impl_->groups) {
-    const size_t count = group->shards().parameters().size();
-    const StateDict state =
-        renumbered(group->gather_state(to, "consolidate_state_dict"), 0, count, first);
-    all.insert(all.end(), state.begin(), state.end());
-    first += count;
-  }
+  StateDict all = impl_->optimizer.spread().gather(impl_->optimizer.local().state(), to);
   if (impl_->group.rank() == to) impl_->consolidated = std::move(all);
 }
 
@@ -256,51 +201,11 @@ StateDict ZeroRedundancyOptimizer::state() const {
 }
 
 void ZeroRedundancyOptimizer::load_state(const StateDict& state) {
-  if (impl_->groups.size() == 1) return impl_->groups.front()->load_state(state);
-  size_t first = 0, taken = 0;
-  std::vector<StateDict> parts;
-  for (const auto& group : impl_->groups) {
-    const size_t count = group->shards().parameters().size();
-    taken += parts.emplace_back(renumbered(state, first, count, 0)).size();
-    first += count;
-  }
-  if (taken != state.size())
-    throw CheckpointError(name() + ": the optimizer state has entries for parameters that do not " +
-                              "exist; there are " + std::to_string(first),
-                          "the checkpoint is of another model or optimizer");
-  std::vector<StateDict> before;
-  for (const auto& group : impl_->groups) before.push_back(group->copy_of_state());
-  for (size_t i = 0; i < parts.size(); ++i) {
-    try {
-      impl_->groups[i]->load_state(parts[i]);
-    } catch (const CheckpointError&) {
-      // On all ranks.
-      for (size_t k = 0; k < i; ++k) impl_->groups[k]->local().load_state(before[k]);
-      throw;
-    }
-  }
-}
-
-std::vector<std::vector<ParameterPart>> ZeroRedundancyOptimizer::partition() const {
-  std::vector<std::vector<ParameterPart>> parts(static_cast<size_t>(impl_->group.size()));
-  size_t first = 0;
-  for (const auto& group : impl_->groups) {
-    const size_t count = group->shards().parameters().size();
-    for (int rank = 0; rank < impl_->group.size(); ++rank) {
-      for (size_t i = 0; i < count; ++i) {
-        const auto [begin, end] = group->shards().part(rank, i);
-        if (end > begin) parts[static_cast<size_t>(rank)].push_back({first + i, begin, end});
-      }
-    }
-    first += count;
-  }
-  return parts;
+  impl_->optimizer.load_state(state);
 }
 
 int64_t ZeroRedundancyOptimizer::state_bytes() const {
-  int64_t bytes = 0;
-  for (const auto& group : impl_->groups) bytes += detail::bytes_of(group->local().state());
-  return bytes;
+  return detail::bytes_of(impl_->optimizer.local().state());
 }
 
 }  // namespace lockstep

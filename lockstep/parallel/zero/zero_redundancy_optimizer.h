@@ -16,25 +16,6 @@
 
 namespace lockstep {
 
-/// How parameters are shared out to ranks.
-enum class ZeroPartition {
-  automatic,   ///< `elements` where the optimizer is elementwise, else `parameters`.
-  elements,    ///< As many elements to each rank. A parameter may be cut.
-  parameters,  ///< Whole ones, by the algorithm of Python's ZeroRedundancyOptimizer.
-};
-
-struct ZeroOptions {
-  /// Even parts need the least memory and time. They are not to be seen in the state.
-  ZeroPartition partition = ZeroPartition::automatic;
-};
-
-/// Elements [begin, end) of a parameter, in the order of its memory.
-struct ParameterPart {
-  size_t parameter = 0;  ///< By the order in which the optimizer was given them.
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
 /// torch.distributed.optim.ZeroRedundancyOptimizer: stage 1 of ZeRO (Rajbhandari et al. 2020). Each
 /// rank keeps the optimizer's state of its part of the parameters and updates that part. Then all
 /// get the new values. With DistributedDataParallel:
@@ -55,7 +36,8 @@ struct ParameterPart {
 /// `make` is called twice on each rank: for tensors without elements, to ask whether the optimizer
 /// is elementwise, and for this rank's parts. The parameters move into flat memory, as with
 /// Python's `parameters_as_bucket_view`: pointers to their old memory no longer see them. The
-/// tensors stay the same. Frozen parameters may be among them and stay where they are.
+/// tensors stay the same. Frozen parameters may be among them and stay where they are. For further
+/// groups of parameters, or layers that are unfrozen later, make another one.
 ///
 /// Failures between ranks are CommErrors. One thread at a time. Destroy it before the World closes.
 /// For ranks with different numbers of inputs see `Join`.
@@ -64,20 +46,15 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   /// A parameter that is there twice counts once. Throws UsageError for parameters that are sparse.
   /// A collective: ranks whose parameters differ get a MismatchError.
   ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
-                          const ProcessGroup& group, const ZeroOptions& options = {});
+                          const ProcessGroup& group);
   /// For the parameters and the group of a DistributedDataParallel, which must outlive this. Then
   /// `step` throws UsageError after a batch within no_sync, whose gradients only add up.
   template <class ModulePtr>
-  ZeroRedundancyOptimizer(DistributedDataParallel<ModulePtr>& ddp, const OptimizerFactory& make,
-                          const ZeroOptions& options = {})
-      : ZeroRedundancyOptimizer(ddp.module().parameters(), make, ddp.group(), options) {
+  ZeroRedundancyOptimizer(DistributedDataParallel<ModulePtr>& ddp, const OptimizerFactory& make)
+      : ZeroRedundancyOptimizer(ddp.module().parameters(), make, ddp.group()) {
     watch([&ddp] { return ddp.adding_up(); });
   }
   ~ZeroRedundancyOptimizer() override;
-
-  /// More parameters, such as layers that were frozen until now, with an optimizer of their own
-  /// made by `make`. Their indices go on after those that are there. A collective.
-  void add_param_group(std::vector<at::Tensor> parameters, const OptimizerFactory& make);
 
   /// Updates the parameters on all ranks from their gradients. A collective. Throws UsageError for
   /// a sparse gradient, and for that of a parameter that was frozen when it was given.
@@ -86,9 +63,7 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   void step_scaled(const StepScale& scale) override;
   /// As lockstep::zero_grad of all parameters.
   void zero_grad(bool set_to_none = true);
-  /// Of all groups of parameters.
   void set_lr(double lr) override;
-  /// Of the first group.
   double lr() const override;
   const std::vector<at::Tensor>& parameters() const override;
   bool takes_grad_scale() const override;
@@ -103,8 +78,8 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   /// shards would have, on the CPU. Throws UsageError where there is none.
   StateDict state() const override;
   /// Takes this rank's part of a whole state, which every rank gives. So a state of the optimizer
-  /// without shards, or of another number of ranks, can be loaded. Where it does not fit, all ranks
-  /// throw CheckpointError and nothing is changed. A collective.
+  /// without shards, or of another number of ranks, can be loaded. Throws CheckpointError where it
+  /// does not fit this rank's part, and then changes nothing on this rank.
   void load_state(const StateDict& state) override;
 
   /// The step overlaps with backward: made for DdpOptions::async_custom_hook, as Python's
@@ -114,8 +89,6 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   /// outlive the DistributedDataParallel.
   AsyncGradientHook hook_with_zero_step();
 
-  /// What each rank updates: a list for each rank, in the parameters' order.
-  std::vector<std::vector<ParameterPart>> partition() const;
   /// Of the optimizer's state on this rank.
   int64_t state_bytes() const;
 

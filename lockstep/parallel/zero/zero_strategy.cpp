@@ -51,8 +51,7 @@ int64_t bucket_cap(const std::vector<at::Tensor>& parameters) {
 /// them. Stage 2: buckets in about the order in which gradients come, each shared by all ranks.
 ShardLayout layout_of(const std::vector<at::Tensor>& parameters, std::vector<size_t> trained,
                       bool may_cut, int stage, int ranks) {
-  std::vector<int64_t> sizes(static_cast<size_t>(ranks));
-  if (stage == 1) return detail::single_layout(parameters, trained, may_cut, sizes);
+  if (stage == 1) return detail::single_layout(parameters, trained, may_cut, ranks);
   if (!may_cut)
     throw UsageError(
         "strategy zero2: the optimizer looks at whole parameters, of which a rank has "
@@ -100,7 +99,6 @@ class ShardReducer : public detail::GradientReducer {
     }
   }
 
-  detail::ArrivalRules rules() const override { return {}; }
   void before_forward(bool) override {
     optimizer_.follow_parameters();
     agree_on_order();
@@ -354,7 +352,9 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     if (reducer_) reducer_->drop_gradients();
   }
 
-  StateDict optimizer_state() override { return optimizer_.gather_state(0, "optimizer_state"); }
+  StateDict optimizer_state() override {
+    return optimizer_.spread().gather(optimizer_.local().state());
+  }
   std::vector<TensorShard> optimizer_shards() override {
     return optimizer_.spread().shards(optimizer_.local().state());
   }
