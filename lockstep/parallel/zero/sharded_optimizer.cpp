@@ -84,7 +84,7 @@ void ShardedOptimizer::take_gradients() {
     if (!shards_.has(i))
       throw UsageError(what_ + ": parameter " + std::to_string(i) +
                            " has a gradient, but was frozen when this was made",
-                       "make it anew after parameters were unfrozen");
+                       "make it anew after parameters were unfrozen, or add them as a group");
     const at::Tensor& part = shards_.parts()[i];
     if (part.numel() > 0) part.mutable_grad() = shards_.cut(i, gradient);
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -89,24 +90,23 @@ class OverlappedSteps {
   std::vector<Work> shared_;
 };
 
-detail::ShardedOptimizer make_sharded(std::vector<at::Tensor> parameters,
-                                      const OptimizerFactory& make, const ProcessGroup& group) {
-  if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
-  if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
-  parameters = unique_parameters(parameters);
-  detail::trained_of(parameters, kWhat);
-  if (group.size() > 1) check_same_parameters(parameters, group);
-  return {
-      std::move(parameters), make, group,
-      [&](const auto&... arguments) { return detail::single_layout(arguments..., group.size()); },
-      kWhat};
+/// The entries of `count` parameters from `first` on, by indices from `to` on.
+StateDict renumbered(const StateDict& state, size_t first, size_t count, size_t to) {
+  StateDict result;
+  for (const auto& [text, tensor] : state) {
+    const StateKey key = parse_state_key(text);
+    if (key.index >= first && key.index - first < count)
+      result.emplace_back(state_key(key.name, key.index - first + to), tensor);
+  }
+  return result;
 }
 
 }  // namespace
 
 struct ZeroRedundancyOptimizer::Impl {
   ProcessGroup group;
-  detail::ShardedOptimizer optimizer;
+  std::vector<std::unique_ptr<detail::ShardedOptimizer>> groups = {};
+  std::vector<at::Tensor> parameters = {};  ///< Of all groups.
   std::optional<StateDict> consolidated = {};
   std::function<bool()> adding_up = {};
   bool overlaps = false;
@@ -115,7 +115,27 @@ struct ZeroRedundancyOptimizer::Impl {
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
                                                  const OptimizerFactory& make,
                                                  const ProcessGroup& group)
-    : impl_(new Impl{group, make_sharded(std::move(parameters), make, group)}) {}
+    : impl_(new Impl{group}) {
+  add_param_group(std::move(parameters), make);
+}
+
+void ZeroRedundancyOptimizer::add_param_group(std::vector<at::Tensor> parameters,
+                                              const OptimizerFactory& make) {
+  const ProcessGroup& group = impl_->group;
+  if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
+  if (parameters.empty()) throw UsageError(std::string(kWhat) + ": there are no parameters");
+  parameters = unique_parameters(parameters);
+  std::vector<at::Tensor> all = impl_->parameters;
+  all.insert(all.end(), parameters.begin(), parameters.end());
+  detail::trained_of(all, kWhat);
+  if (group.size() > 1) check_same_parameters(parameters, group);
+  const auto layout = [&](const auto&... arguments) {
+    return detail::single_layout(arguments..., group.size());
+  };
+  impl_->groups.push_back(std::make_unique<detail::ShardedOptimizer>(std::move(parameters), make,
+                                                                     group, layout, kWhat));
+  impl_->parameters = std::move(all);
+}
 
 ZeroRedundancyOptimizer::~ZeroRedundancyOptimizer() = default;
 
@@ -126,9 +146,11 @@ void ZeroRedundancyOptimizer::step_scaled(const StepScale& scale) {
                          ": step() after a batch within no_sync, whose gradients only add up",
                      "run the last batch before each step outside of no_sync");
   Join::notify_join_context(*this);
-  impl_->optimizer.take_gradients();
-  impl_->optimizer.step(scale);
-  impl_->optimizer.drop_gradients();
+  for (auto& group : impl_->groups) group->take_gradients();
+  for (auto& group : impl_->groups) {
+    group->step(scale);
+    group->drop_gradients();
+  }
 }
 
 void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
@@ -136,8 +158,10 @@ void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
 }
 
 AsyncGradientHook ZeroRedundancyOptimizer::hook_with_zero_step() {
+  if (impl_->groups.size() > 1)
+    throw UsageError(std::string(kWhat) + ": only one group of parameters overlaps with backward");
   impl_->overlaps = true;
-  auto steps = std::make_shared<OverlappedSteps>(impl_->optimizer);
+  auto steps = std::make_shared<OverlappedSteps>(*impl_->groups.front());
   return [steps](const ProcessGroup& group, GradientBucket& bucket) {
     return steps->begin(group, bucket);
   };
@@ -169,26 +193,36 @@ void ZeroRedundancyOptimizer::zero_grad(bool set_to_none) {
 }
 
 void ZeroRedundancyOptimizer::set_lr(double lr) {
-  impl_->optimizer.local().set_lr(lr);
+  for (auto& group : impl_->groups) group->local().set_lr(lr);
 }
 double ZeroRedundancyOptimizer::lr() const {
-  return impl_->optimizer.local().lr();
+  return impl_->groups.front()->local().lr();
 }
 const std::vector<at::Tensor>& ZeroRedundancyOptimizer::parameters() const {
-  return impl_->optimizer.shards().parameters();
+  return impl_->parameters;
 }
 bool ZeroRedundancyOptimizer::takes_grad_scale() const {
-  return impl_->optimizer.local().takes_grad_scale();
+  return std::ranges::all_of(impl_->groups,
+                             [](const auto& group) { return group->local().takes_grad_scale(); });
 }
 const std::string& ZeroRedundancyOptimizer::name() const {
-  return impl_->optimizer.local().name();
+  return impl_->groups.front()->local().name();
 }
 bool ZeroRedundancyOptimizer::is_elementwise() const {
-  return impl_->optimizer.local().is_elementwise();
+  return std::ranges::all_of(impl_->groups,
+                             [](const auto& group) { return group->local().is_elementwise(); });
 }
 
 void ZeroRedundancyOptimizer::consolidate_state_dict(int to) {
-  StateDict all = impl_->optimizer.spread().gather(impl_->optimizer.local().state(), to);
+  StateDict all;
+  size_t first = 0;
+  for (const auto& group : impl_->groups) {
+    const size_t count = group->shards().parameters().size();
+    const StateDict state =
+        renumbered(group->spread().gather(group->local().state(), to), 0, count, first);
+    all.insert(all.end(), state.begin(), state.end());
+    first += count;
+  }
   if (impl_->group.rank() == to) impl_->consolidated = std::move(all);
 }
 
@@ -201,11 +235,24 @@ StateDict ZeroRedundancyOptimizer::state() const {
 }
 
 void ZeroRedundancyOptimizer::load_state(const StateDict& state) {
-  impl_->optimizer.load_state(state);
+  size_t first = 0, taken = 0;
+  std::vector<StateDict> parts;
+  for (const auto& group : impl_->groups) {
+    const size_t count = group->shards().parameters().size();
+    taken += parts.emplace_back(renumbered(state, first, count, 0)).size();
+    first += count;
+  }
+  if (taken != state.size())
+    throw CheckpointError(name() + ": the optimizer state has entries for parameters that do not " +
+                              "exist; there are " + std::to_string(first),
+                          "the checkpoint is of another model or optimizer");
+  for (size_t i = 0; i < parts.size(); ++i) impl_->groups[i]->load_state(parts[i]);
 }
 
 int64_t ZeroRedundancyOptimizer::state_bytes() const {
-  return detail::bytes_of(impl_->optimizer.local().state());
+  int64_t bytes = 0;
+  for (const auto& group : impl_->groups) bytes += detail::bytes_of(group->local().state());
+  return bytes;
 }
 
 }  // namespace lockstep

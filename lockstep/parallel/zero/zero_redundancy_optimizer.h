@@ -36,8 +36,7 @@ namespace lockstep {
 /// `make` is called twice on each rank: for tensors without elements, to ask whether the optimizer
 /// is elementwise, and for this rank's parts. The parameters move into flat memory, as with
 /// Python's `parameters_as_bucket_view`: pointers to their old memory no longer see them. The
-/// tensors stay the same. Frozen parameters may be among them and stay where they are. For further
-/// groups of parameters, or layers that are unfrozen later, make another one.
+/// tensors stay the same. Frozen parameters may be among them and stay where they are.
 ///
 /// Failures between ranks are CommErrors. One thread at a time. Destroy it before the World closes.
 /// For ranks with different numbers of inputs see `Join`.
@@ -56,6 +55,10 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   }
   ~ZeroRedundancyOptimizer() override;
 
+  /// More parameters, such as layers that were frozen until now, with an optimizer of their own
+  /// made by `make`. Their indices go on after those that are there. A collective.
+  void add_param_group(std::vector<at::Tensor> parameters, const OptimizerFactory& make);
+
   /// Updates the parameters on all ranks from their gradients. A collective. Throws UsageError for
   /// a sparse gradient, and for that of a parameter that was frozen when it was given.
   void step() override { step_scaled({}); }
@@ -63,7 +66,9 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   void step_scaled(const StepScale& scale) override;
   /// As lockstep::zero_grad of all parameters.
   void zero_grad(bool set_to_none = true);
+  /// Of all groups of parameters.
   void set_lr(double lr) override;
+  /// Of the first group.
   double lr() const override;
   const std::vector<at::Tensor>& parameters() const override;
   bool takes_grad_scale() const override;
@@ -79,7 +84,7 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   StateDict state() const override;
   /// Takes this rank's part of a whole state, which every rank gives. So a state of the optimizer
   /// without shards, or of another number of ranks, can be loaded. Throws CheckpointError where it
-  /// does not fit this rank's part, and then changes nothing on this rank.
+  /// does not fit this rank's part, and then changes nothing of that group on this rank.
   void load_state(const StateDict& state) override;
 
   /// The step overlaps with backward: made for DdpOptions::async_custom_hook, as Python's

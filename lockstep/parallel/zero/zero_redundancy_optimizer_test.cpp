@@ -198,6 +198,41 @@ TEST_P(ZeroOptimizer, FewerElementsThanRanks) {
   });
 }
 
+TEST_P(ZeroOptimizer, TakesFurtherGroups) {
+  run_group(2, [](const ProcessGroup& group) {
+    const auto fast = factory_of({.options = {.lr = 0.1}});
+    auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
+    const auto split = [](Net& net) {
+      std::vector<at::Tensor> head = net.last->parameters(), rest;
+      for (const auto& item : net.named_parameters()) {
+        if (!item.key().starts_with("last")) rest.push_back(item.value());
+      }
+      return std::pair(rest, head);
+    };
+    const auto [rest, head] = split(*plain);
+    const auto a = factory_of({})(rest), b = fast(head);
+    const auto wanted = train(group, plain, [&] {
+      a->step();
+      b->step();
+    });
+    const auto [sharded_rest, sharded_head] = split(*sharded);
+    ZeroRedundancyOptimizer zero(sharded_rest, factory_of({}), group);
+    zero.add_param_group(sharded_head, fast);
+    expect_same(wanted, train(group, sharded, [&] { zero.step(); }), "weights");
+    EXPECT_THROW(zero.add_param_group({sharded_head[0]}, fast), UsageError);
+    zero.consolidate_state_dict(0);
+    StateDict all = a->state();
+    for (const auto& [key, tensor] : b->state()) {
+      const size_t dot = key.rfind('.');
+      all.emplace_back(
+          key.substr(0, dot + 1) + std::to_string(rest.size() + std::stoul(key.substr(dot + 1))),
+          tensor);
+    }
+    if (group.rank() == 0) expect_same(all, zero.state(), "state");
+    zero.load_state(all);
+  });
+}
+
 TEST_P(ZeroOptimizer, RefusesAStateThatDoesNotFit) {
   run_group(3, [](const ProcessGroup& group) {
     auto net = std::make_shared<Net>();
