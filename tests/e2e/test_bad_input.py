@@ -432,7 +432,7 @@ class Places(BadInput):
         self.refuse_early(("--load-weights", "/none.st"), 1, "no weights at /none.st")
 
     def test_what_has_no_end_is_not_read_for_ever(self):
-        self.refuse_early(("--config", "/dev/zero"), 2, "--config /dev/zero has more than 1048576 bytes")
+        self.refuse_early(("--config", "/dev/zero"), 2, "--config /dev/zero: ", "more than 1048576 bytes")
         self.refuse(("eval", "--load-weights", "/dev/zero"), 1, "/dev/zero is no file; expected a regular file", "hint:")
 
     def test_data_of_no_name_and_a_file_for_a_folder(self):

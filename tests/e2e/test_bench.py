@@ -581,7 +581,7 @@ class Env(unittest.TestCase):
 
     def test_text(self):
         text = t.run(t.LOCKSTEP, "env").stdout
-        for word in ("Lockstep", "LibTorch", "CPU", "Backends", "gloo", "Interface", "127.0.0.1"):
+        for word in ("lockstep", "libtorch", "cpu", "backends", "gloo", "interfaces", "127.0.0.1"):
             self.assertIn(word, text)
 
 

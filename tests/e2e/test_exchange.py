@@ -2,6 +2,7 @@
 --devices auto."""
 
 import copy
+import json
 import os
 import random
 import re
@@ -191,7 +192,7 @@ class Devices(Exchange):
             out = t.run("taskset", "-c", one, t.LOCKSTEP, "train", *flags).stdout
             self.assertIn("1 rank on cpu", out)
         ranks = int(re.search(r"(\d+) ranks? (?:over|on)", train(*flags).stdout)[1])
-        cores = int(re.search(r"(\d+) of \d+ cores? usable", t.run(t.LOCKSTEP, "env").stdout)[1])
+        cores = json.loads(t.run(t.LOCKSTEP, "env", "--json").stdout)["cpu"]["usable_cores"]
         self.assertTrue(ranks == cores or ranks <= 8 < cores, (ranks, cores))
         # A rank of a launcher takes the launcher's number, without a word.
         under = t.run(t.LOCKSTEP, "run", "--nproc-per-node", 2, t.LOCKSTEP, "train", *flags)

@@ -424,11 +424,15 @@ int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
 
 int bench_command(const std::vector<std::string>& args) {
   if (args.size() == 2 && args[0] == "worker") return run_worker(args[1]);
-  if (args.empty() || args[0].starts_with('-')) {
+  const bool asks = !args.empty() && args[0] == "--help";  // `lockstep help bench step`
+  const size_t at = asks ? 1 : 0;
+  if (args.size() <= at || args[at].starts_with('-')) {
     explain(args);
     return 0;
   }
-  return run_benchmark(bench_named(args[0]), {args.begin() + 1, args.end()});
+  std::vector<std::string> rest = args;
+  rest.erase(rest.begin() + static_cast<std::ptrdiff_t>(at));
+  return run_benchmark(bench_named(args[at]), rest);
 }
 
 }  // namespace
