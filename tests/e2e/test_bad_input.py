@@ -439,7 +439,7 @@ class Places(BadInput):
         self.refuse_early(("--dataset", "file:"), 2, "--dataset file: names no file")
         file = self.temporary() / "file"
         file.write_text("x")
-        self.refuse(("train", "--dataset", "mnist", "--data-dir", file), 1, f"{file}: this is no folder", "--data-dir")
+        self.refuse(("train", "--dataset", "mnist", "--data-dir", file), 1, f"mnist not found in {file}", "--data-dir")
 
     def test_schedules_are_told_in_flags(self):
         self.refuse(("train", "--schedule", "cosine", "--warmup-steps", 500, "--max-epochs", 1), 2,
