@@ -48,7 +48,8 @@ struct SmallData {
 /// 1. In the first step on its host each rank gives a hash of its call. The leaders exchange what
 ///    they found in frames of one size, so that ranks whose calls differ cannot confuse the
 ///    transport. They tell their ranks in a later step. When calls differ, all ranks of all hosts
-///    tell each other what they called, and throw the same MismatchError. The group goes on.
+///    tell each other through the store what they called, and throw the same MismatchError. The
+///    group goes on.
 /// 2. A failure on a host is noticed there (see SharedGroup) and stands on its failure board. The
 ///    leader looks at the board, and at the processes of its ranks, five times a second on a thread
 ///    of its own. It tells the other hosts by the HostLinks, and these write it on their boards. So
