@@ -1,6 +1,5 @@
 #include "lockstep/base/host_address.h"
 
-#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -25,13 +24,10 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 ResolvedAddress describe(const addrinfo& info) {
-  sockaddr_storage storage{};
-  std::memcpy(&storage, info.ai_addr, std::min<size_t>(info.ai_addrlen, sizeof storage));
   ResolvedAddress address;
-  address.family = info.ai_family;
-  address.text = numeric_text(storage);
-  if (address.family == AF_INET6)
-    address.scope = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_scope_id;
+  std::memcpy(&address.socket, info.ai_addr,
+              std::min<size_t>(info.ai_addrlen, sizeof address.socket));
+  address.text = numeric_text(address.socket);
   address.is_loopback = address.text == "::1" || address.text.starts_with("127.");
   return address;
 }
@@ -93,33 +89,15 @@ std::string first_interface_address(const Wanted& wanted) {
 }  // namespace
 
 std::string numeric_text(const sockaddr_storage& storage) {
-  char text[INET6_ADDRSTRLEN] = {};
-  if (storage.ss_family == AF_INET) {
-    inet_ntop(AF_INET, &reinterpret_cast<const sockaddr_in*>(&storage)->sin_addr, text,
-              sizeof text);
-  } else {
-    inet_ntop(AF_INET6, &reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_addr, text,
-              sizeof text);
-  }
+  char text[NI_MAXHOST] = {};
+  getnameinfo(reinterpret_cast<const sockaddr*>(&storage), sizeof storage, text, sizeof text,
+              nullptr, 0, NI_NUMERICHOST);
   return text;
 }
 
-sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size) {
-  sockaddr_storage storage{};
-  if (address.family == AF_INET) {
-    auto* in = reinterpret_cast<sockaddr_in*>(&storage);
-    in->sin_family = AF_INET;
-    in->sin_port = htons(port);
-    inet_pton(AF_INET, address.text.c_str(), &in->sin_addr);
-    size = sizeof *in;
-  } else {
-    auto* in = reinterpret_cast<sockaddr_in6*>(&storage);
-    in->sin6_family = AF_INET6;
-    in->sin6_port = htons(port);
-    in->sin6_scope_id = address.scope;
-    inet_pton(AF_INET6, address.text.c_str(), &in->sin6_addr);
-    size = sizeof *in;
-  }
+sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port) {
+  sockaddr_storage storage = address.socket;
+  reinterpret_cast<sockaddr_in*>(&storage)->sin_port = htons(port);  // IPv6 has it there, too.
   return storage;
 }
 
@@ -184,10 +162,10 @@ std::string local_address_towards(const std::string& host) {
     return {};
   for (const auto& address : addresses) {
     // Connecting a datagram socket picks the route and sends nothing.
-    const UniqueFd fd(socket(address.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    socklen_t size = 0;
-    const auto storage = socket_address(address, 9, size);
-    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) != 0) continue;
+    const UniqueFd fd(socket(address.socket.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const auto storage = socket_address(address, 9);
+    if (!fd || connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), sizeof storage) != 0)
+      continue;
     return numeric_text(local_name(fd.get()));
   }
   return {};

@@ -9,12 +9,11 @@
 
 namespace lockstep {
 
-/// One address of a host, in numbers: "127.0.0.1", "::1".
+/// One address of a host.
 struct ResolvedAddress {
-  int family = 0;  ///< AF_INET or AF_INET6
-  std::string text;
+  sockaddr_storage socket{};  ///< Of AF_INET or AF_INET6, without a port.
+  std::string text;           ///< In numbers: "127.0.0.1", "::1", "fe80::1%eth0".
   bool is_loopback = false;
-  uint32_t scope = 0;  ///< The interface of an address of the link alone: "fe80::1%eth0".
 };
 
 /// The addresses of a host. An unknown name is asked for again for `unknown_for`: a cluster's names
@@ -51,9 +50,9 @@ std::string outward_address();
 /// empty, the route to any other address tells.
 std::string reachable_address(const std::string& master);
 
-/// What the system's calls want. Its length goes into `size`.
-sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port, socklen_t& size);
-/// "127.0.0.1", "::1".
+/// What the system's calls want.
+sockaddr_storage socket_address(const ResolvedAddress& address, uint16_t port);
+/// "127.0.0.1", "::1", "fe80::1%eth0".
 std::string numeric_text(const sockaddr_storage& address);
 /// What a socket is bound to. Throws SystemError.
 sockaddr_storage local_name(int fd);

@@ -28,23 +28,24 @@ constexpr int kBacklog = 4096;  // As many ranks as a host may have come at once
 
 // 0 on success, else errno.
 int try_listen(const ResolvedAddress& address, uint16_t port, bool dual_stack, UniqueFd& out) {
-  UniqueFd fd(socket(address.family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  UniqueFd fd(socket(address.socket.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
   if (!fd) return errno;
   const int on = 1, off = 0;
   setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (dual_stack) setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof off);
-  socklen_t size = 0;
-  const auto storage = socket_address(address, port, size);
-  if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) != 0) return errno;
+  const auto storage = socket_address(address, port);
+  if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&storage), sizeof storage) != 0)
+    return errno;
   if (listen(fd.get(), kBacklog) != 0) return errno;
   out = std::move(fd);
   return 0;
 }
 
 int try_listen_on_all(uint16_t port, UniqueFd& out) {
-  const int error = try_listen({AF_INET6, "::", false}, port, true, out);
+  const auto numeric = [](const char* host) { return resolve_host(host, milliseconds(0)).at(0); };
+  const int error = try_listen(numeric("::"), port, true, out);
   if (error != EAFNOSUPPORT && error != EADDRNOTAVAIL) return error;
-  return try_listen({AF_INET, "0.0.0.0", false}, port, false, out);
+  return try_listen(numeric("0.0.0.0"), port, false, out);
 }
 
 // A port on which nobody listens may be the one that the system picks for the connection itself.
@@ -59,11 +60,10 @@ bool connected_to_itself(int fd) {
 // 0 when the connection was accepted, else errno.
 int try_connect(const ResolvedAddress& address, uint16_t port, milliseconds timeout,
                 UniqueFd& out) {
-  UniqueFd fd(socket(address.family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  UniqueFd fd(socket(address.socket.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd) return errno;
-  socklen_t size = 0;
-  const auto storage = socket_address(address, port, size);
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), size) != 0 &&
+  const auto storage = socket_address(address, port);
+  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&storage), sizeof storage) != 0 &&
       errno != EINPROGRESS)
     return errno;
   pollfd entry{fd.get(), POLLOUT, 0};
@@ -146,10 +146,6 @@ std::string bound_host(int fd) {
   const auto name = local_name(fd);
   const std::string text = numeric_text(name);
   return text == "::" || text == "0.0.0.0" ? "127.0.0.1" : text;
-}
-
-void wait_until_listening(const std::string& host, uint16_t port, milliseconds timeout) {
-  connect_to(host, port, timeout);
 }
 
 UniqueFd connect_to(const std::string& host, uint16_t port, milliseconds timeout) {

@@ -51,14 +51,9 @@ uint16_t bound_port(int fd);
 /// bound to all interfaces.
 std::string bound_host(int fd);
 
-/// Waits until something accepts connections at host:port. Asks again every 5 to 50 ms, where
-/// c10d's own client waits half a second and more. Throws TimeoutError naming the address and the
-/// last reason.
-void wait_until_listening(const std::string& host, uint16_t port,
-                          std::chrono::milliseconds timeout);
-
-/// A connection to something that listens at host:port. Does not block. Throws TimeoutError naming
-/// the address and the reason, CommError when it does not resolve.
+/// A connection to something that listens at host:port. Does not block. Asks again every 5 to 50
+/// ms, where c10d's own client waits half a second and more. Throws TimeoutError naming the address
+/// and the last reason, CommError when it does not resolve.
 UniqueFd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
 
 /// One connection that is waiting, or comes within `timeout`. Null when none does. Reads and writes

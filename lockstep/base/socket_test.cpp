@@ -39,7 +39,7 @@ bool is_on_all(const UniqueFd& listener) {
 
 /// What Debian's /etc/hosts says of the host's own name.
 std::vector<ResolvedAddress> debians_own_name(const std::string&) {
-  return {{AF_INET, "127.0.1.1", true}};
+  return resolve_host("127.0.1.1", std::chrono::milliseconds(0));
 }
 
 TEST(ListenOn, TakesAFreePortOnTheGivenAddressOnly) {

@@ -94,7 +94,7 @@ Store listen_store(UniqueFd fd, std::chrono::milliseconds timeout) {
 
 Store connect_store(const TcpStoreOptions& wanted) {
   const auto deadline = std::chrono::steady_clock::now() + wanted.timeout;
-  wait_until_listening(wanted.host, wanted.port, wanted.timeout);
+  connect_to(wanted.host, wanted.port, wanted.timeout);
   c10d::TCPStoreOptions options;
   options.port = wanted.port;
   options.waitWorkers = wanted.world_size > 0;

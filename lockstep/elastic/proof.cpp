@@ -125,17 +125,10 @@ const char* ProofChecker::check(const std::string& path, const std::string& seal
 }
 
 void ProofChecker::warn(const char* problem, const std::string& sender) {
-  ++refused_;
   const auto now = std::chrono::steady_clock::now();
-  if (last_warning_.time_since_epoch().count() != 0 && now - last_warning_ < kBetweenWarnings)
-    return;
-  log_warning("the registry refuses a request from " + sender + ": it " + problem +
-              (refused_ > 1 ? " (" + std::to_string(refused_) +
-                                  " were refused since the last "
-                                  "such warning)"
-                            : ""));
+  if (last_warning_ && now - *last_warning_ < kBetweenWarnings) return;
+  log_warning("the registry refuses a request from " + sender + ": it " + problem);
   last_warning_ = now;
-  refused_ = 0;
 }
 
 }  // namespace lockstep::elastic

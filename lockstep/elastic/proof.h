@@ -78,8 +78,7 @@ class ProofChecker {
   const std::string nonce_;
   std::mutex mutex_;
   std::map<std::string, Used> sessions_;  ///< By the client's nonce. Only of those with the token.
-  std::chrono::steady_clock::time_point last_warning_{};
-  int64_t refused_ = 0;  ///< Since the last warning.
+  std::optional<std::chrono::steady_clock::time_point> last_warning_;
 };
 
 }  // namespace lockstep::elastic
