@@ -118,7 +118,9 @@ void WorkState::throw_short_wait(std::chrono::milliseconds timeout) const {
 void WorkState::run_wait() {
   std::exception_ptr error;
   try {
-    translated([&] { work_->wait(kNoTimeout); });
+    translated([&] {
+      if (!work_->wait(kNoTimeout)) throw CommError("the group of this message was closed");
+    });
   } catch (...) {
     error = std::current_exception();
   }

@@ -26,10 +26,9 @@ class Work {
   /// Blocks until the operation is complete; at once when it is. Throws what it failed with
   /// (TimeoutError, PeerLostError, MismatchError, ...). Without `timeout` the group's own holds.
   /// One that is shorter ends this wait by a TimeoutError. The operation goes on and may be waited
-  /// for again. Only a send or receive over shm ends with it: its tensors are free then. Over gloo
-  /// it loses its connections. (Over nccl LibTorch decides.) A longer one does not make the group's
-  /// own longer. On CUDA it orders the current stream after the operation and does not block the
-  /// host.
+  /// for again. Only a send or receive over shm ends with it: its tensors are free then. (Over nccl
+  /// LibTorch decides.) A longer one does not make the group's own longer. On CUDA it orders the
+  /// current stream after the operation and does not block the host.
   void wait(std::optional<std::chrono::milliseconds> timeout = std::nullopt) const;
   bool is_completed() const;
   /// Runs `callback` once when the operation is complete: with null on success, else the error. It
