@@ -1,7 +1,8 @@
 #include "lockstep/comm/backends/call_queue.h"
 
+#include <algorithm>
+
 #include "lockstep/base/error.h"
-#include "lockstep/comm/shared_memory/callback_scope.h"
 
 namespace lockstep::backends {
 
@@ -39,7 +40,7 @@ bool CallQueue::run_here(const WorkPtr& work, std::unique_lock<std::mutex>& lock
   bool ended = true;
   std::exception_ptr error;
   try {
-    ended = steps_.here(*work, !work->request().async);
+    ended = work->run_here();
   } catch (...) {
     error = std::current_exception();
   }
@@ -59,7 +60,7 @@ void CallQueue::run_first(std::unique_lock<std::mutex>& lock) {
   lock.unlock();
   std::exception_ptr error;
   try {
-    steps_.later(*work);
+    work->run_later();
   } catch (...) {
     error = std::current_exception();
   }
@@ -114,13 +115,17 @@ void CallQueue::run() {
 }
 
 void CallQueue::close() {
+  bool is_own_thread = false;
   {
     std::unique_lock lock(mutex_);
     closed_ = true;
     changed_.notify_all();
     changed_.wait(lock, [this] { return !busy_; });
+    is_own_thread = std::any_of(threads_.begin(), threads_.end(), [](const std::thread& thread) {
+      return thread.get_id() == std::this_thread::get_id();
+    });
   }
-  if (!shm::CallbackScope::active()) end_threads();
+  if (!is_own_thread) end_threads();
 }
 
 void CallQueue::end_threads() {

@@ -2,7 +2,6 @@
 
 #include <condition_variable>
 #include <deque>
-#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -21,16 +20,8 @@ namespace lockstep::backends {
 class CallQueue {
  public:
   using WorkPtr = c10::intrusive_ptr<TensorWork>;
-  /// What a call is made of. What these throw is how the call ends. One is run at a time.
-  struct Steps {
-    /// In the caller's thread: true when the call has ended, false when `later` is to go on with
-    /// it. `blocking`: it must end.
-    std::function<bool(TensorWork&, bool blocking)> here;
-    /// In the queue's thread, also where `here` was not asked.
-    std::function<void(TensorWork&)> later;
-  };
 
-  explicit CallQueue(Steps steps) : steps_(std::move(steps)) {}
+  CallQueue() = default;
   /// Closes. Waits for the threads, so it must not run in a callback of this queue's calls.
   ~CallQueue() {
     close();
@@ -42,8 +33,9 @@ class CallQueue {
   void submit(const WorkPtr& work);
   /// Runs the callbacks of a work that has ended elsewhere, in a thread of the queue's. Any time.
   void call_back(const WorkPtr& work);
-  /// Waits for what was submitted and ends the threads. Later calls fail. From a callback, of
-  /// whatever group, it does not wait for the threads: the next `close` does, or the destructor.
+  /// Waits for what was submitted and ends the threads. Later calls fail. In one of these threads,
+  /// from a callback, it does not wait for them: the next `close` does, or the destructor.
+  /// Callbacks of two groups must not close each other's.
   void close();
 
  private:
@@ -58,7 +50,6 @@ class CallQueue {
   /// When the queue is closed.
   void end_threads();
 
-  const Steps steps_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<WorkPtr> waiting_;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <thread>
 
@@ -13,22 +14,23 @@ namespace call_queue_test {
 
 using test_wait::wait_until;
 
-c10::intrusive_ptr<TensorWork> work_of(bool async) {
-  Request request;
-  request.async = async;
-  return c10::make_intrusive<TensorWork>(0, request, std::make_shared<GroupNames>());
-}
+struct Work final : TensorWork {
+  Work(bool async, std::function<void()> run)
+      : TensorWork(0, {.async = async}, std::make_shared<GroupNames>()), run_(std::move(run)) {}
+  void run_later() override { run_(); }
+  const std::function<void()> run_;
+};
 
 /// Two threads submit; the second while the first's call runs. True when both have returned.
 bool both_submit(bool async) {
   std::atomic<int> running{0};
   std::atomic<bool> first_may_end{false}, second_submits{false};
-  CallQueue queue({[](TensorWork&, bool) { return false; },
-                   [&](TensorWork&) {
-                     if (running++ == 0)
-                       wait_until([&] { return first_may_end.load(); }, "the end");
-                   }});
-  const auto first = work_of(async), second = work_of(async);
+  CallQueue queue;
+  const auto run = [&] {
+    if (running++ == 0) wait_until([&] { return first_may_end.load(); }, "the end");
+  };
+  const auto first = c10::make_intrusive<Work>(async, run),
+             second = c10::make_intrusive<Work>(async, run);
   std::thread one([&] { queue.submit(first); });
   std::thread other([&] {
     wait_until([&] { return running > 0; }, "the first call");

@@ -1,10 +1,9 @@
 // How a call shows in LibTorch's traces: torch::profiler and the callbacks of RecordFunction.
-#include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
 #include <torch/csrc/distributed/c10d/ParamCommsUtils.hpp>
 
-#include "lockstep/comm/backends/tensor_work.h"
+#include "lockstep/comm/backends/tensor_backend.h"
 
 #ifdef RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP
 #define LOCKSTEP_RECORD_CALL(...) RECORD_PARAM_COMMS_DATA_WITH_ASYNC_OP(__VA_ARGS__, call.async)
@@ -14,14 +13,6 @@
 
 namespace lockstep::backends {
 namespace {
-
-/// The event of a call. LibTorch keeps a view of its name only.
-struct Event {
-  Event(std::string name, at::StepCallbacks&& watchers)
-      : name(std::move(name)), function(std::move(watchers)) {}
-  const std::string name;
-  at::RecordFunction function;
-};
 
 /// LibTorch's names where they are others than ours.
 std::string title_of(Operation operation) {
@@ -57,17 +48,12 @@ void record_sizes(const Request& call, const GroupNames& names, int rank) {
 
 }  // namespace
 
-void TensorWork::record(const std::string& backend, at::StepCallbacks&& watchers) {
-  const auto event =
-      std::make_shared<Event>(backend + ":" + title_of(request_.operation), std::move(watchers));
-  record_sizes(request_, *names_, rank_);
-  event->function._setAsync();
-  std::vector<c10::IValue> tensors;
-  for (const auto& tensor : request_.inputs.empty() ? request_.outputs : request_.inputs)
-    tensors.emplace_back(tensor);
-  event->function.before(event->name.c_str(),
-                         c10::ArrayRef<const c10::IValue>(tensors.data(), tensors.size()));
-  recordFunctionEndCallback_ = at::wrapPropagateTLSState([event] { event->function.end(); });
+Request TensorBackend::shown(Request call) const {
+  if (!at::hasCallbacks()) return call;
+  call.title =
+      (recorded_as_.empty() ? getBackendName() : recorded_as_) + ":" + title_of(call.operation);
+  record_sizes(call, *names_, getRank());
+  return call;
 }
 
 }  // namespace lockstep::backends

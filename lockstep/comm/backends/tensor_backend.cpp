@@ -1,7 +1,6 @@
 #include "lockstep/comm/backends/tensor_backend.h"
 
 #include <ATen/ATen.h>
-#include <ATen/record_function.h>
 
 #include <string>
 
@@ -56,14 +55,8 @@ Request TensorBackend::message_request(Operation operation, const at::Tensor& te
 
 at::ScalarType TensorBackend::reduced_dtype(Operation operation, const at::Tensor& tensor,
                                             const c10d::ReduceOp& op) const {
-  try {
-    check_reduction(tensor.scalar_type(), op);
-    return reduction_dtype(tensor.scalar_type(), op);
-  } catch (const UsageError& error) {
-    const CallSignature call{operation, op.op_, -1, 0, {signature_of(tensor)}, {}, {}, {}};
-    throw UsageError(rank_list({getRank()}, names_->ranks) + ": " + describe(call, names_->ranks) +
-                     ": " + error.what());
-  }
+  check_reduction(operation, tensor.scalar_type(), op);
+  return reduction_dtype(tensor.scalar_type(), op);
 }
 
 void TensorBackend::add_all_reduces(TensorWork& work, const Tensors& data,
@@ -87,14 +80,7 @@ TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptio
   }
   arguments.timeout = options.timeout.count() > 0 ? options.timeout : timeout();
   arguments.async = options.asyncOp;
-  auto work = make_work(std::move(arguments));
-  record(*work);
-  return work;
-}
-
-void TensorBackend::record(TensorWork& work) const {
-  if (auto watchers = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE))
-    work.record(recorded_as_.empty() ? getBackendName() : recorded_as_, std::move(*watchers));
+  return make_work(shown(std::move(arguments)));
 }
 
 WorkPtr TensorBackend::issue(const OwnWork& work) {

@@ -110,16 +110,16 @@ class TensorBackend : public c10d::Backend {
   /// A barrier to which all ranks come with the same operation and a tensor of this shape and
   /// dtype. Throws MismatchError on all of them otherwise.
   void agree(Operation operation, const at::Tensor& tensor);
-  /// Shows a work in LibTorch's traces if somebody watches: of messages, which are the backend's
-  /// own.
-  void record(TensorWork& work) const;
+  /// Where somebody watches, the call with a title, and its sizes are shown: also of messages,
+  /// which are the backend's own.
+  Request shown(Request call) const;
   /// The request of a message.
   Request message_request(Operation operation, const at::Tensor& tensor, int peer) const;
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
  private:
-  /// As `reduction_dtype`, whose error then tells of the call.
+  /// As `reduction_dtype`, for a reduction that the tensor's dtype has.
   at::ScalarType reduced_dtype(Operation operation, const at::Tensor& tensor,
                                const c10d::ReduceOp& op) const;
   template <class CallOptions>

@@ -8,7 +8,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/tensor_checks.h"
-#include "lockstep/comm/shared_memory/callback_scope.h"
 
 namespace lockstep::backends {
 namespace {
@@ -84,7 +83,12 @@ void divide(const at::Tensor& sum, int ranks) {
 }
 
 TensorWork::TensorWork(int rank, Request request, std::shared_ptr<const GroupNames> names)
-    : c10d::Work(rank, kOpTypes.at(static_cast<size_t>(request.operation))),
+    : c10d::Work(
+          rank, kOpTypes.at(static_cast<size_t>(request.operation)),
+          request.title.empty() ? nullptr : request.title.c_str(),
+          request.title.empty()
+              ? std::nullopt
+              : std::make_optional(request.inputs.empty() ? request.outputs : request.inputs)),
       request_(std::move(request)),
       names_(std::move(names)) {}
 
@@ -142,7 +146,6 @@ bool TensorWork::end(std::exception_ptr error) {
 }
 
 void TensorWork::run_callbacks() {
-  const shm::CallbackScope scope;
   // Before those who wait go on: they may ask the future for its value.
   resolve(*future_);
   let_go();

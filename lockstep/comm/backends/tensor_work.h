@@ -17,10 +17,6 @@
 #include "lockstep/comm/checks/flight_recorder.h"
 #include "lockstep/comm/shared_memory/shared_group.h"
 
-namespace at {
-struct StepCallbacks;
-}
-
 namespace lockstep::backends {
 
 using Tensors = std::vector<at::Tensor>;
@@ -43,6 +39,8 @@ struct Request {
   std::vector<int64_t> output_splits = {};
   std::chrono::milliseconds timeout{};  ///< Above 0.
   bool async = true;                    ///< False: the caller waits for the end at once.
+  /// As which it shows in LibTorch's traces until its end: "shm:all_reduce". Empty: it does not.
+  std::string title = {};
 };
 
 /// What all works of a group say about themselves. Outlives them.
@@ -86,10 +84,6 @@ class TensorWork : public c10d::Work, public shm::Call {
   const Request& request() const { return request_; }
   const std::shared_ptr<const GroupNames>& names() const { return names_; }
   void set_sequence(uint64_t sequence) { sequence_ = sequence; }
-  /// Before it begins: from now until its end it shows in LibTorch's traces, as "shm:all_reduce" of
-  /// a backend "shm" and with its tensors. `watchers`: at::getStepCallbacksUnlessEmpty of
-  /// USER_SCOPE.
-  void record(const std::string& backend, at::StepCallbacks&& watchers);
 
   // Where the backend reads and writes: plain (is_plain), of `dtype` (the tensor's own without),
   // alive until the end, and the caller's memory itself where that fits.
@@ -103,6 +97,14 @@ class TensorWork : public c10d::Work, public shm::Call {
   Blocks taken(const Tensors& tensors);
   /// How much the call moves, roughly: the larger of what was given and taken.
   size_t bytes() const { return std::max(given_bytes_, taken_bytes_); }
+
+  // How a CallQueue runs it. What these throw is how the call ends.
+
+  /// In the caller's thread: true when the call has ended, false when `run_later` is to go on with
+  /// it. It must end unless the request is asynchronous.
+  virtual bool run_here() { return false; }
+  /// In the queue's thread, also where `run_here` was not asked.
+  virtual void run_later() {}
 
   /// Blocks until it has ended, and leaves what became of it to `wait`.
   void await_end();

@@ -10,7 +10,7 @@ namespace lockstep {
 std::string host_id();
 
 /// Equal for processes that can share memory: of one host_id, one process namespace (through whose
-/// /proc the memory is opened) and one user. Empty where the system has no support for it.
+/// /proc the memory is opened) and one user.
 /// Containers have keys of their own unless they share the host's processes.
 std::string host_key();
 

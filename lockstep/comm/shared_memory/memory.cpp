@@ -9,7 +9,6 @@
 #include <cstring>
 #include <string>
 #include <thread>
-#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/process_identity.h"
@@ -19,33 +18,15 @@
 namespace lockstep::shm {
 namespace {
 
-/// Neither shorter than `bytes` nor ever made so: a look beyond its end is a SIGBUS.
-bool holds(int fd, size_t bytes) {
-  constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_SEAL;
-  const int seals = fcntl(fd, F_GET_SEALS);
-  struct stat status {};
-  return seals >= 0 && (seals & kSeals) == kSeals && fstat(fd, &status) == 0 &&
-         static_cast<size_t>(status.st_size) == bytes;
-}
-
 /// "3 MiB", rounded up.
 std::string mebibytes(size_t bytes) {
   return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
 }
 
-}  // namespace
-
-size_t whole_pages(size_t bytes) {
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return (bytes + page - 1) / page * page;
-}
-
 UniqueFd make_memory(size_t bytes, size_t reserved) {
-  UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC));
   if (!fd) throw SystemError("shared memory: memfd_create", errno, "use the backend gloo instead");
-  // Nobody can shorten it afterwards, which would end the others by SIGBUS.
-  if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0 ||
-      fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+  if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
     throw SystemError("shared memory: setting up " + mebibytes(bytes), errno);
   if (reserved == 0) return fd;
   if (const int error = posix_fallocate(fd.get(), 0, static_cast<off_t>(reserved)); error != 0)
@@ -55,41 +36,36 @@ UniqueFd make_memory(size_t bytes, size_t reserved) {
   return fd;
 }
 
-Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
-  if (!holds(fd, bytes))
-    throw CommError("shared memory: what rank 0 has handed over is not memory of " +
-                        mebibytes(bytes) + " that nobody can shorten",
-                    "start all ranks from the same build, in one process namespace");
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED)
-    throw SystemError("shared memory: mapping " + mebibytes(bytes), errno,
-                      "is there a limit on address space (ulimit -v)?");
-  data_ = static_cast<std::byte*>(memory);
-}
+}  // namespace
 
-Mapping::~Mapping() {
-  if (data_) munmap(data_, bytes_);
-}
-
-Mapping::Mapping(Mapping&& other) noexcept {
-  *this = std::move(other);
-}
-
-Mapping& Mapping::operator=(Mapping&& other) noexcept {
-  std::swap(data_, other.data_);
-  std::swap(bytes_, other.bytes_);
-  return *this;
+size_t whole_pages(size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
 }
 
 SharedMemory::SharedMemory(const MeetingOptions& options, const Meeting& meeting, size_t bytes,
                            size_t reserved)
     : options_(options),
       meeting_(meeting),
-      offset_(whole_pages(sizeof(Arrivals) + static_cast<size_t>(options.size))) {
-  memory_ = options_.rank == 0 ? make_memory(offset_ + bytes, offset_ + reserved)
-                               : open_memory_of_rank_0();
-  mapping_ = Mapping(memory_.get(), offset_ + bytes);
+      offset_(whole_pages(sizeof(Arrivals) + static_cast<size_t>(options.size))),
+      bytes_(offset_ + bytes),
+      memory_(options_.rank == 0 ? make_memory(bytes_, offset_ + reserved)
+                                 : open_memory_of_rank_0()) {
+  // A look beyond its end would be a SIGBUS.
+  struct stat status {};
+  if (fstat(memory_.get(), &status) != 0 || static_cast<size_t>(status.st_size) != bytes_)
+    throw CommError(what() + "what rank 0 has handed over is not memory of " + mebibytes(bytes_),
+                    "start all ranks from the same build, in one process namespace");
+  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, memory_.get(), 0);
+  if (mapped == MAP_FAILED)
+    throw SystemError(what() + "mapping " + mebibytes(bytes_), errno,
+                      "is there a limit on address space (ulimit -v)?");
+  mapped_ = static_cast<std::byte*>(mapped);
   if (options_.rank != 0) memory_.reset();
+}
+
+SharedMemory::~SharedMemory() {
+  munmap(mapped_, bytes_);
 }
 
 UniqueFd SharedMemory::open_memory_of_rank_0() const {
@@ -155,12 +131,6 @@ void SharedMemory::meet() {
     sleep_on(count, seen, kSlice);
   }
   memory_.reset();
-}
-
-std::string missing_support() {
-  const UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) return std::string("memfd_create: ") + std::strerror(errno);
-  return {};
 }
 
 }  // namespace lockstep::shm

@@ -18,30 +18,6 @@ inline size_t up_to_line(size_t bytes) {
   return (bytes + 63) / 64 * 64;
 }
 
-/// Zeroed memory without a name, for this user's processes only. Nobody can shorten or extend it.
-/// The pages of its first `reserved` bytes are there when it returns. So a lack of memory is an
-/// error here and no SIGBUS later. It counts towards `ulimit -f`. Throws SystemError.
-UniqueFd make_memory(size_t bytes, size_t reserved);
-
-/// Shared memory in this process' address space.
-class Mapping {
- public:
-  Mapping() = default;
-  /// All of what make_memory made, of this size; CommError for anything else. The descriptor may be
-  /// closed afterwards. Throws SystemError.
-  Mapping(int fd, size_t bytes);
-  ~Mapping();
-  Mapping(Mapping&& other) noexcept;
-  Mapping& operator=(Mapping&& other) noexcept;
-
-  std::byte* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
-
- private:
-  std::byte* data_ = nullptr;
-  size_t bytes_ = 0;
-};
-
 /// How the ranks find each other: a store's set and its get.
 struct Meeting {
   std::function<void(const std::string& value)> tell;
@@ -59,20 +35,25 @@ struct MeetingOptions {
 };
 
 /// Zeroed memory that the processes of a group have mapped. Rank 0 makes it, the others open it
-/// through /proc. So all must be of one user and one process namespace. Nothing is left behind
-/// however they end, and no mount's size limits it.
+/// through /proc. So all must be of one user and one process namespace. It has no name: nothing is
+/// left behind however they end, and no mount's size limits it. It counts towards `ulimit -f`.
 class SharedMemory {
  public:
-  /// On rank 0 it makes the memory and reserves the first `reserved` of its `bytes`. On the others
-  /// it blocks until rank 0 `meet`s. Throws PeerLostError when rank 0 has ended, UsageError for
-  /// another user or namespace, TimeoutError, SystemError, CommError and what `look` throws.
+  /// On rank 0 it makes the memory. The pages of the first `reserved` of its `bytes` are there when
+  /// it returns. So a lack of memory is an error here and no SIGBUS later. On the others it blocks
+  /// until rank 0 `meet`s. Throws PeerLostError when rank 0 has ended, UsageError for another user
+  /// or namespace, TimeoutError, SystemError, CommError and what `look` throws.
   SharedMemory(const MeetingOptions& options, const Meeting& meeting, size_t bytes,
                size_t reserved);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
   /// Once. Rank 0 lets the others in, and blocks until all have called this. It throws TimeoutError
   /// naming those that did not, and what `look` throws.
   void meet();
 
-  std::byte* data() const { return mapping_.data() + offset_; }
+  std::byte* data() const { return mapped_ + offset_; }
 
  private:
   /// What it begins with.
@@ -80,7 +61,7 @@ class SharedMemory {
     std::atomic<uint32_t> count;
     std::atomic<uint8_t> of_rank[1];  ///< One for each.
   };
-  Arrivals& arrivals() const { return *reinterpret_cast<Arrivals*>(mapping_.data()); }
+  Arrivals& arrivals() const { return *reinterpret_cast<Arrivals*>(mapped_); }
   UniqueFd open_memory_of_rank_0() const;
   std::vector<int> missing() const;
   std::string what() const { return "shared memory of group '" + options_.group + "': "; }
@@ -88,11 +69,9 @@ class SharedMemory {
   const MeetingOptions options_;
   const Meeting meeting_;
   const size_t offset_;
+  const size_t bytes_;
   UniqueFd memory_;  ///< On rank 0, until all have come.
-  Mapping mapping_;
+  std::byte* mapped_ = nullptr;
 };
-
-/// Whether the system gives what shared memory needs; what is missing, else empty.
-std::string missing_support();
 
 }  // namespace lockstep::shm

@@ -110,7 +110,7 @@ void Messages::on_clear(int rank, const Frame& frame) {
   const MessagePtr send = take_answered(peer, frame.id);
   if (!send) return;
   send->other_id_ = frame.size;
-  send->stage_ = Message::Stage::moving;
+  send->moving_ = true;
   peer.sending.push_back(send);
   ++owed_;
 }

@@ -19,24 +19,6 @@ constexpr std::chrono::milliseconds kLastAnswers{100};
 
 }  // namespace
 
-/// A thread in `wait`: while there is one, Messages' own thread has nothing to do.
-class Messages::Driver {
- public:
-  explicit Driver(Messages& messages) : messages_(messages) {
-    messages_.inside_.fetch_add(1, std::memory_order_seq_cst);
-    messages_.drivers_.fetch_add(1, std::memory_order_seq_cst);
-  }
-  ~Driver() {
-    messages_.stop_driving();
-    messages_.inside_.fetch_sub(1, std::memory_order_seq_cst);
-  }
-  Driver(const Driver&) = delete;
-  Driver& operator=(const Driver&) = delete;
-
- private:
-  Messages& messages_;
-};
-
 void Message::wait(std::chrono::milliseconds timeout) {
   if (!settled()) engine_->wait(*this, timeout);
   if (error_) std::rethrow_exception(error_);
@@ -68,6 +50,15 @@ void Messages::doze(const Enough& enough, std::chrono::nanoseconds limit) {
 }
 
 void Messages::wait(Message& message, std::chrono::milliseconds timeout) {
+  /// While a thread is in here, Messages' own thread has nothing to do.
+  struct Driver {
+    explicit Driver(Messages& its) : messages(its) { ++messages.inside_, ++messages.drivers_; }
+    ~Driver() {
+      messages.stop_driving();
+      --messages.inside_;
+    }
+    Messages& messages;
+  };
   const Driver driver(*this);
   const auto begin = Clock::now();
   drive(message, timeout);
@@ -202,9 +193,8 @@ void Messages::expire(const MessagePtr& message, std::chrono::milliseconds timeo
   const bool never = message->peer_ == kAnyRank;
   const std::string who = never ? "no rank" : group_.name(message->peer_);
   const char* call = message->send_ ? "the receive" : "the send";
-  const std::string what = message->stage_ == Message::Stage::waiting
-                               ? who + (never ? " called " : " did not call ") + call
-                               : who + " has called " + call + " but does not go on";
+  const std::string what = message->moving_ ? who + " has called " + call + " but does not go on"
+                                            : who + (never ? " called " : " did not call ") + call;
   const std::string how = " did not finish within " + seconds_text(timeout) + ": " + what;
   late_ = message->call_.call->text() + how;
   late_at_ = Clock::now();
@@ -261,11 +251,7 @@ std::string Messages::text_of(const Message& message) const {
 
 std::exception_ptr Messages::group_error(const Message& message) const {
   try {
-    std::vector<int> awaited;
-    for (int rank = 0; rank < size_; ++rank)
-      if (rank != rank_ && message.peer_ == kAnyRank) awaited.push_back(rank);
-    group_.throw_if_failed(message.call_.call->text(),
-                           group_.members(awaited, Failure::Kind::late));
+    group_.throw_if_failed(message.call_.call->text());
   } catch (...) {
     return std::current_exception();
   }

@@ -193,7 +193,7 @@ void Messages::match(int from, const Frame& frame, const std::byte* payload,
   } else if (peers_[static_cast<size_t>(from)].lost) {
     finish(recv, lost_error(*recv));
   } else {
-    recv->stage_ = Message::Stage::moving;
+    recv->moving_ = true;
     recv->id_ = ++received_;
     receiving_.emplace(recv->id_, recv);
     answer(from, FrameKind::clear, frame.id, recv->id_);

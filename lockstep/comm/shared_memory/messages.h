@@ -56,10 +56,6 @@ class Message : public std::enable_shared_from_this<Message> {
  private:
   friend class Messages;
   using Clock = std::chrono::steady_clock;
-  enum class Stage {
-    waiting,  ///< For the other side's call.
-    moving,   ///< Its data is under way.
-  };
   bool settled() const { return settled_.load(std::memory_order_seq_cst); }
   std::byte* data() const { return static_cast<std::byte*>(call_.data); }
 
@@ -73,7 +69,7 @@ class Message : public std::enable_shared_from_this<Message> {
   uint64_t id_ = 0;        ///< As the other side knows it. Of a send its number, from 1.
   uint64_t other_id_ = 0;  ///< send: the receive's.
   size_t live_ = 0;        ///< Where it is in Messages::live_.
-  Stage stage_ = Stage::waiting;
+  bool moving_ = false;    ///< The other side has called, and its data is under way.
   std::atomic<int> source_{-1};
   std::atomic<bool> done_{false};
   std::atomic<bool> settled_{false};  ///< done, and `finished` has run.
@@ -157,7 +153,6 @@ class Messages {
   friend struct MessagesProbe;  ///< Of tests.
   using Clock = std::chrono::steady_clock;
   class Lock;
-  class Driver;
   /// Messages that the other side knows by number.
   using Table = std::unordered_map<uint64_t, MessagePtr>;
   /// An announcement without a receive yet.

@@ -15,17 +15,17 @@ Region::Region(const MeetingOptions& options, size_t bytes, const Meeting& meeti
 
 void Regions::add(size_t number, const std::shared_ptr<const Region>& region) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(entries_, [](const Entry& entry) { return entry.region.expired(); });
-  entries_.push_back({number, region->mine(), region->bytes(), region});
+  std::erase_if(entries_, [](const auto& entry) { return entry.second.expired(); });
+  entries_.emplace_back(number, region);
 }
 
 std::optional<RegionOffset> Regions::find(const std::byte* data, size_t bytes) const {
   const std::lock_guard lock(mutex_);
-  for (const Entry& entry : entries_) {
+  for (const auto& [number, entry] : entries_) {
     // A region that is gone may have left its addresses to other memory.
-    if (data < entry.begin || data + bytes > entry.begin + entry.bytes) continue;
-    if (auto region = entry.region.lock())
-      return RegionOffset{std::move(region), entry.number, static_cast<size_t>(data - entry.begin)};
+    const auto region = entry.lock();
+    if (region && data >= region->mine() && data + bytes <= region->mine() + region->bytes())
+      return RegionOffset{region, number, static_cast<size_t>(data - region->mine())};
   }
   return std::nullopt;
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "lockstep/comm/shared_memory/memory.h"
@@ -43,14 +44,8 @@ class Regions {
   std::optional<RegionOffset> find(const std::byte* data, size_t bytes) const;
 
  private:
-  struct Entry {
-    size_t number;
-    const std::byte* begin;
-    size_t bytes;
-    std::weak_ptr<const Region> region;
-  };
   mutable std::mutex mutex_;
-  std::vector<Entry> entries_;
+  std::vector<std::pair<size_t, std::weak_ptr<const Region>>> entries_;  ///< By number.
 };
 
 }  // namespace lockstep::shm

@@ -8,7 +8,7 @@
 namespace lockstep::shm {
 namespace {
 
-constexpr std::array<char, 8> kVersion{'l', 'o', 'c', 'k', 's', 'h', 'm', 8};
+constexpr std::array<char, 8> kVersion{'l', 'o', 'c', 'k', 's', 'h', 'm', 9};
 
 size_t records_offset() {
   constexpr size_t kAlign = alignof(RankRecord);

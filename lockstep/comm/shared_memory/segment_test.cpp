@@ -84,7 +84,7 @@ TEST(Segment, TheTimeOutEndsBothSides) {
 TEST(Segment, OnlyTheMemoryOfRankZeroIsTaken) {
   EXPECT_TRUE(joins("none").is<CommError>());
   EXPECT_TRUE(joins("3 another namespace").is<UsageError>());
-  const UniqueFd other(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const UniqueFd other(memfd_create("test", MFD_CLOEXEC));
   EXPECT_TRUE(joins(std::to_string(other.get()) + " " + process_identity()).is<CommError>());
   EXPECT_TRUE(joins("9999 " + process_identity()).is<PeerLostError>());
 }
@@ -122,7 +122,7 @@ TEST(Segment, WithoutADescriptorItSaysSo) {
 TEST(Segment, OtherUsersAreRefused) {
   if (geteuid() != 0) GTEST_SKIP() << "needs the right to become another user";
   const std::string refused = in_child([] {
-    const UniqueFd memory = make_memory(4096, 0);
+    const UniqueFd memory(memfd_create("test", MFD_CLOEXEC));
     const std::string told = std::to_string(memory.get()) + " " + process_identity();
     const std::string error = in_child([&] {
       if (setresuid(65533, 65533, 65533) == 0) Segment(options_of(1), {{}, [&] { return told; }});
@@ -130,16 +130,6 @@ TEST(Segment, OtherUsersAreRefused) {
     throw Error(error);
   });
   EXPECT_THAT(refused, HasSubstr("runs as another user"));
-}
-
-TEST(Mapping, IsOfWholeMemoryThatNobodyCanShorten) {
-  const UniqueFd memory = make_memory(8192, 0);
-  EXPECT_NE(Mapping(memory.get(), 8192).data(), nullptr);
-  EXPECT_THROW(Mapping(memory.get(), 4096), CommError);
-  EXPECT_THROW(Mapping(memory.get(), 16384), CommError);
-  const UniqueFd unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  ASSERT_EQ(ftruncate(unsealed.get(), 8192), 0);
-  EXPECT_THROW(Mapping(unsealed.get(), 8192), CommError);
 }
 
 }  // namespace segment_test

@@ -70,7 +70,7 @@ void SharedGroup::wait_for_all(const Call& call, std::chrono::milliseconds timeo
     if (now < look) continue;
     look = now + kSlice;
     const std::vector<int> absent = missing();
-    if (absent.empty() || notice_lost(absent) || !is_late) continue;
+    if (absent.empty() || notice_lost(absent, step_) || !is_late) continue;
     fail(late(absent, timeout));
   }
 }
@@ -179,14 +179,12 @@ bool SharedGroup::gone(int rank) const {
   return state == RankState::left || segment_.has_ended(rank);
 }
 
-bool SharedGroup::notice_lost(const std::vector<int>& ranks) {
+bool SharedGroup::notice_lost(const std::vector<int>& ranks, uint64_t step) {
   Failure lost;
   for (const int other : ranks) {
-    if (!gone(other)) continue;
-    const auto& record = segment_.record(other);
     // It may have arrived and gone since: then all that it had to give is there.
-    if (record.step.load(std::memory_order_acquire) >= step_) continue;
-    lost.add(end_of(other));
+    if (gone(other) && segment_.record(other).step.load(std::memory_order_acquire) < step)
+      lost.add(end_of(other));
   }
   if (lost.ranks.empty()) return false;
   fail(lost);
@@ -194,13 +192,7 @@ bool SharedGroup::notice_lost(const std::vector<int>& ranks) {
 }
 
 void SharedGroup::look_after(const std::vector<int>& ranks, const std::string& what) {
-  throw_if_failed(what);
-  Failure lost;
-  for (const int other : ranks) {
-    if (gone(other)) lost.add(end_of(other));
-  }
-  if (lost.ranks.empty()) return;
-  fail(lost);
+  notice_lost(ranks, UINT64_MAX);
   throw_if_failed(what);
 }
 

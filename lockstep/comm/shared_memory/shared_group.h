@@ -153,9 +153,9 @@ class SharedGroup {
   /// `await`, when looking was not enough.
   void wait_for_all(const Call& call, std::chrono::milliseconds timeout);
   std::vector<int> missing() const;
-  /// Of `ranks`, looks for those that have ended or left without having arrived at the present
-  /// step. When there are any, fails the group and returns true.
-  bool notice_lost(const std::vector<int>& ranks);
+  /// Of `ranks`, looks for those that have ended or left without having arrived at `step`. When
+  /// there are any, fails the group and returns true.
+  bool notice_lost(const std::vector<int>& ranks, uint64_t step);
   Failure late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 
   Segment segment_;

@@ -1,17 +1,13 @@
 // `lockstep bench allreduce`: all-reduces, beside what copying alone takes.
 #include <ATen/ATen.h>
-#include <fcntl.h>
-#include <unistd.h>
 
 #include <torch/cuda.h>
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
-#include "lockstep/comm/shared_memory/memory.h"
+#include "lockstep/comm/shared_memory/region.h"
 #include "tools/lockstep/bench/bench.h"
 
 namespace lockstep::tool {
@@ -36,18 +32,13 @@ int64_t allreduce_steps(int64_t bytes, int64_t steps) {
 /// Memory that all ranks see, with a slot a rank.
 class Slots {
  public:
-  /// A collective. The others find rank 0's memory by its process.
-  explicit Slots(const ProcessGroup& group) : rank_(group.rank()), ranks_(group.size()) {
-    const auto bytes = static_cast<size_t>(kBoundBytes * ranks_);
-    UniqueFd fd;
-    if (rank_ == 0) fd = shm::make_memory(bytes, bytes);
-    const std::string own = "/proc/" + std::to_string(::getpid()) + "/fd/";
-    const std::string path = group.broadcast_object(own + std::to_string(fd.get()), 0);
-    if (rank_ != 0) fd = UniqueFd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-    if (!fd) throw SystemError("cannot open the benchmark's memory, " + path, errno);
-    memory_ = shm::Mapping(fd.get(), bytes);
-    group.barrier();  // Until all have opened it.
-  }
+  /// A collective.
+  explicit Slots(const ProcessGroup& group)
+      : rank_(group.rank()),
+        ranks_(group.size()),
+        memory_({rank_, ranks_}, kBoundBytes,
+                {[&](const std::string& told) { group.broadcast_object(told, 0); },
+                 [&] { return group.broadcast_object(std::string(), 0); }}) {}
 
   void copy(const at::Tensor& tensor, int64_t piece) const {
     auto* data = static_cast<std::byte*>(tensor.data_ptr());
@@ -60,11 +51,11 @@ class Slots {
   }
 
  private:
-  std::byte* slot(int rank) const { return memory_.data() + kBoundBytes * rank; }
+  std::byte* slot(int rank) const { return memory_.part(rank); }
 
   int rank_;
   int ranks_;
-  shm::Mapping memory_;
+  shm::Region memory_;
 };
 
 /// Of a turn the median counts, on both sides.

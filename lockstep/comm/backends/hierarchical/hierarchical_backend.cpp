@@ -11,7 +11,6 @@
 #include "lockstep/comm/backends/hierarchical/hierarchy.h"
 #include "lockstep/comm/backends/hierarchical/host_collectives.h"
 #include "lockstep/comm/backends/shm/shm.h"
-#include "lockstep/comm/backends/shm/tensor_reduction.h"
 #include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_backend.h"
@@ -28,14 +27,24 @@ using Body = std::function<void(Hierarchy&)>;
 /// A call by the hierarchy, and what it consists of.
 class HierarchicalWork final : public TensorWork {
  public:
-  using TensorWork::TensorWork;
+  HierarchicalWork(Hierarchy& hierarchy, int rank, backends::Request request,
+                   std::shared_ptr<const backends::GroupNames> names)
+      : TensorWork(rank, std::move(request), std::move(names)), hierarchy_(hierarchy) {}
   void add(Body body) { bodies_.push_back(std::move(body)); }
-  void run(Hierarchy& hierarchy) const {
-    if (bodies_.empty()) hierarchical::barrier(hierarchy);
-    for (const auto& body : bodies_) body(hierarchy);
+  bool run_here() override {
+    if (request().async) return false;
+    run_later();
+    return true;
+  }
+  void run_later() override {
+    hierarchy_.run(*this, request().timeout, [this] {
+      if (bodies_.empty()) hierarchical::barrier(hierarchy_);
+      for (const auto& body : bodies_) body(hierarchy_);
+    });
   }
 
  private:
+  Hierarchy& hierarchy_;
   std::vector<Body> bodies_;
 };
 
@@ -131,8 +140,6 @@ class HierarchicalBackend final : public backends::TensorBackend {
       : TensorBackend(options),
         checks_(flat_checks(options)),
         hierarchy_(options, layout, checks_),
-        queue_({[this](TensorWork& work, bool blocking) { return blocking && run(work); },
-                [this](TensorWork& work) { run(work); }}),
         flat_(make_flat(options, checks_, hierarchy_)) {}
   ~HierarchicalBackend() override { queue_.close(); }
 
@@ -155,7 +162,8 @@ class HierarchicalBackend final : public backends::TensorBackend {
 
  private:
   OwnWork make_work(backends::Request request) override {
-    return c10::make_intrusive<HierarchicalWork>(getRank(), std::move(request), names());
+    return c10::make_intrusive<HierarchicalWork>(hierarchy_, getRank(), std::move(request),
+                                                 names());
   }
   void submit(const OwnWork& work) override { queue_.submit(work); }
   at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const override {
@@ -253,11 +261,6 @@ class HierarchicalBackend final : public backends::TensorBackend {
     if (memory.is_same(tensor)) return inner;
     work->end_with(std::move(inner));
     return work;
-  }
-
-  bool run(TensorWork& work) {
-    hierarchy_.run(work, work.request().timeout, [&] { own(work).run(hierarchy_); });
-    return true;
   }
 
   const std::shared_ptr<CheckContext> checks_;  ///< Of the flat group.

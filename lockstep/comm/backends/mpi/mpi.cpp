@@ -65,10 +65,6 @@ MadeBackend make(const BackendOptions& options) {
   return {c10::make_intrusive<MpiBackend>(options), kTraits};
 }
 
-std::string version() {
-  return Engine::version();
-}
-
 Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,
           bool for_backend) {
   check_program_runs_mpi();

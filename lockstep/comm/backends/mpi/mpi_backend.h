@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "lockstep/comm/backends/mpi/mpi_engine.h"
-#include "lockstep/comm/backends/mpi/mpi_types.h"
 #include "lockstep/comm/backends/mpi/mpi_work.h"
 #include "lockstep/comm/backends/tensor_backend.h"
 

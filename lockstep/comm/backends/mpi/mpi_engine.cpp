@@ -10,7 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/mpi/mpi_types.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/backends/mpi/mpi_work.h"
 
 namespace lockstep::mpi {
@@ -43,8 +43,7 @@ bool started_by_a_launcher() {
   throw UsageError("MPI says that this process is rank " + std::to_string(mpi_rank) + " of " +
                        std::to_string(mpi_size) + ", but its launcher's variables say rank " +
                        std::to_string(rank) + " of " + std::to_string(size),
-                   "mpirun must be that of the MPI that Lockstep is linked with (" +
-                       Engine::version() +
+                   "mpirun must be that of the MPI that Lockstep is linked with (" + version() +
                        "), and start the ranks itself, not by another launcher. Without MPI: set "
                        "MASTER_ADDR and MASTER_PORT and use another backend");
 }
@@ -85,7 +84,7 @@ void check(int code, const char* call) {
                               : "MPI's error " + std::to_string(code)));
 }
 
-std::string Engine::version() {
+std::string version() {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = "";
   int length = 0;
   if (MPI_Get_library_version(text, &length) != MPI_SUCCESS) return "an MPI of unknown version";
@@ -199,7 +198,6 @@ void Engine::start_mpi() {
   check(MPI_Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, static_cast<void*>(&bound), &known),
         "MPI_Comm_get_attr");
   if (known) largest_tag_ = *bound;
-  make_small_sums();
 }
 
 void Engine::end_mpi() {
@@ -213,11 +211,10 @@ void Engine::end_mpi() {
     log_warning("MPI_Finalize failed with " + std::to_string(code));
 }
 
-template <class Text>
-void Engine::add_command(Command command, Text what) {
+void Engine::add_command(std::function<void()> command) {
   {
     const std::lock_guard lock(mutex_);
-    if (stop_) throw CommError(what() + ": MPI has ended in this process");
+    if (stop_) throw CommError("MPI has ended in this process");
     commands_.push_back(std::move(command));
     has_commands_ = true;
   }
@@ -228,7 +225,7 @@ void Engine::run(std::function<void()> task, std::chrono::milliseconds timeout,
                  const std::string& what) {
   auto packaged = std::make_shared<std::packaged_task<void()>>(std::move(task));
   auto done = packaged->get_future();
-  add_command({nullptr, [packaged] { (*packaged)(); }}, [&] { return what; });
+  add_command([packaged] { (*packaged)(); });
   const Waiter waiter(*this);
   if (is_mpi_thread()) {
     progress_until(
@@ -240,8 +237,8 @@ void Engine::run(std::function<void()> task, std::chrono::milliseconds timeout,
 }
 
 void Engine::submit(WorkPtr work) {
-  work->deadline = Clock::now() + work->timeout();
-  add_command({work, nullptr}, [&] { return work->text(); });
+  work->deadline = Clock::now() + work->request().timeout;
+  add_command([this, work = std::move(work)] { issue(work); });
 }
 
 void Engine::end(bool failing) noexcept {

@@ -64,8 +64,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::shared_ptr<Engine> get(int rank, int size);
   /// The engine if it has been started and has not ended.
   static std::shared_ptr<Engine> running();
-  /// "Open MPI 4.1.4". Does not start MPI.
-  static std::string version();
   /// The communicator of a program that runs MPI itself: engines started from now on take it in
   /// place of MPI_COMM_WORLD. MPI_COMM_NULL: none. Gives the former one.
   static MPI_Comm give(MPI_Comm communicator);
@@ -112,21 +110,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   using Clock = std::chrono::steady_clock;
   using WorkPtr = c10::intrusive_ptr<MpiWork>;
-  struct Command {
-    WorkPtr work;
-    std::function<void()> task;
-  };
 
   void start();
   /// `started`: when MPI has started, or failed to.
   void run_thread(std::promise<void>& started);
-  /// `what`: its name, for the error when MPI has ended.
-  template <class Text>
-  void add_command(Command command, Text what);
+  void add_command(std::function<void()> command);
   void start_mpi();
   void end_mpi();
   void pass();
-  bool take_commands();
+  bool take_command();
   void issue(const WorkPtr& work);
   void start_queued(Group& group);
   void poll_works();
@@ -149,7 +141,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::mutex mutex_;
   std::condition_variable changed_;  ///< Commands for the thread, or its end.
-  std::deque<Command> commands_;
+  std::deque<std::function<void()>> commands_;
   std::atomic<bool> has_commands_{false};
   bool stop_ = false;
   bool ended_ = false;  ///< The thread makes no more calls.

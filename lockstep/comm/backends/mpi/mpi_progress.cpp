@@ -2,6 +2,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/process_identity.h"
@@ -35,27 +36,21 @@ bool Engine::finished() {
 }
 
 void Engine::pass() {
-  if (take_commands()) last_event_ = Clock::now();
+  if (take_command()) last_event_ = Clock::now();
   poll_works();
 }
 
-bool Engine::take_commands() {
+bool Engine::take_command() {
   if (!has_commands_) return false;
-  std::deque<Command> commands;
+  std::function<void()> command;
   {
     const std::lock_guard lock(mutex_);
     // One by one: a task or a callback may come back to here.
-    if (commands_.empty()) return false;
-    commands.push_back(std::move(commands_.front()));
+    command = std::move(commands_.front());
     commands_.pop_front();
     has_commands_ = !commands_.empty();
   }
-  Command& command = commands.front();
-  if (command.work) {
-    issue(command.work);
-  } else {
-    command.task();
-  }
+  command();
   return true;
 }
 
@@ -104,11 +99,7 @@ void Engine::poll_works() {
     last_event_ = now;
     i = static_cast<size_t>(-1);  // The list may have changed.
   }
-  for (size_t i = abandoned_.size(); i-- > 0;) {
-    if (!abandoned_[i]->drained()) continue;
-    abandoned_[i]->release();
-    abandoned_.erase(abandoned_.begin() + static_cast<std::ptrdiff_t>(i));
-  }
+  std::erase_if(abandoned_, [](const WorkPtr& work) { return work->drained(); });
   if (now >= next_look_) {
     next_look_ = now + kLookForDead;
     look_for_dead();
@@ -119,7 +110,6 @@ void Engine::poll_works() {
 bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
   const auto end = [&](std::exception_ptr error) {
     std::erase(active_, work);
-    work->release();
     work->complete(std::move(error));
     return true;
   };
@@ -132,7 +122,8 @@ bool Engine::poll(const WorkPtr& work, Clock::time_point now) {
     }
     if (work->done()) return end(nullptr);
     if (now < work->deadline) return false;
-    throw std::runtime_error(work->text() + " timed out after " + seconds_text(work->timeout()));
+    throw std::runtime_error(work->text() + " timed out after " +
+                             seconds_text(work->request().timeout));
   } catch (const MismatchError&) {
     if (!work->is_collective()) return end(std::current_exception());  // The message is over.
     give_up(work, std::current_exception());
@@ -163,21 +154,14 @@ void Engine::fail_group(Group& group, const std::string& reason) {
 
 /// mpirun ends all ranks when one dies; but not every launcher does, nor is it always told to.
 void Engine::look_for_dead() {
-  std::vector<Group*> groups;
-  for (const auto& work : active_) {
-    if (std::find(groups.begin(), groups.end(), &work->group()) == groups.end())
-      groups.push_back(&work->group());
-  }
+  std::set<Group*> groups;
+  for (const auto& work : active_) groups.insert(&work->group());
   for (Group* group : groups) {
-    for (size_t rank = 0; rank < group->identities.size(); ++rank) {
-      const std::string& identity = group->identities[rank];
-      if (static_cast<int>(rank) == group->rank || process_state(identity) != ProcessState::ended)
-        continue;
-      fail_group(*group, "connection closed: the process of " +
-                             with_process(rank_list({static_cast<int>(rank)}, group->world_ranks),
-                                          identity) +
-                             " has ended");
-      break;
+    for (int rank = 0; rank < static_cast<int>(group->identities.size()); ++rank) {
+      const std::string& identity = group->identities[static_cast<size_t>(rank)];
+      if (rank == group->rank || process_state(identity) != ProcessState::ended) continue;
+      const std::string who = with_process(rank_list({rank}, group->world_ranks), identity);
+      fail_group(*group, "connection closed: the process of " + who + " has ended");
     }
   }
 }

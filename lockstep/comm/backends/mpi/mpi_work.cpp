@@ -27,23 +27,22 @@ size_t MpiWork::test() {
     int done = 0;
     MPI_Status status;
     const int code = MPI_Test(&*request, &done, &status);
-    if (code != MPI_SUCCESS) throw_failure(code);
-    if (!done) {
+    if (code == MPI_SUCCESS && !done) {
       ++request;
       continue;
     }
     ++ended;
     request = requests_.erase(request);
+    if (code != MPI_SUCCESS) throw_failure(code);
     receive_status(status);
   }
   return ended;
 }
 
 bool MpiWork::drained() {
-  for (auto request = requests_.begin(); request != requests_.end();) {
-    int done = 0;
-    const int code = MPI_Test(&*request, &done, MPI_STATUS_IGNORE);
-    request = code != MPI_SUCCESS || done ? requests_.erase(request) : request + 1;
+  try {
+    test();
+  } catch (const Error&) {  // It has failed already.
   }
   return requests_.empty();
 }
@@ -81,12 +80,6 @@ void MpiWork::cancel() {
     if (request != MPI_REQUEST_NULL) MPI_Cancel(&request);
   }
   expected_ = -1;
-}
-
-void MpiWork::release() noexcept {
-  requests_.clear();
-  starts_.clear();
-  next_ = 0;
 }
 
 }  // namespace lockstep::mpi

@@ -61,11 +61,8 @@ class MpiWork final : public backends::TensorWork {
   bool drained();
   /// Asks for the end of what can be cancelled: receives.
   void cancel();
-  /// Frees what MPI has given it, when nothing is under way any more.
-  void release() noexcept;
 
   Group& group() const { return *group_; }
-  std::chrono::milliseconds timeout() const { return request().timeout; }
   bool is_collective() const { return request().operation < Operation::send; }
   std::chrono::steady_clock::time_point deadline;  ///< Set by the engine.
 

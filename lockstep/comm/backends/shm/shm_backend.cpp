@@ -8,7 +8,6 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/backends/shm/shm.h"
-#include "lockstep/comm/backends/shm/tensor_reduction.h"
 
 namespace lockstep::shm {
 namespace {
@@ -48,11 +47,6 @@ SharedGroupOptions group_options(const BackendOptions& options) {
   return group;
 }
 
-/// Whether a thread beside each rank's own has a processor as well.
-bool has_spare_processors(int ranks) {
-  return 2 * static_cast<size_t>(ranks) <= allowed_processors().size();
-}
-
 Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::string& key) {
   return {[store, key](const std::string& name) { store->set(key, name); },
           [store, key] { return store->get_to_str(key); }};
@@ -60,14 +54,30 @@ Meeting meeting_over(const c10::intrusive_ptr<c10d::Store>& store, const std::st
 
 }  // namespace
 
+ReduceKernel kernel_for(at::ScalarType type, const c10d::ReduceOp& op) {
+  using Op = c10d::ReduceOp;
+  static_assert(static_cast<DataType>(at::kDouble) == DataType::f64 &&
+                static_cast<DataType>(at::kBool) == DataType::boolean &&
+                static_cast<DataType>(at::kComplexDouble) == DataType::c128 &&
+                static_cast<DataType>(at::kBFloat16) == DataType::bf16 &&
+                static_cast<Reduction>(Op::AVG) == Reduction::avg &&
+                static_cast<Reduction>(Op::MAX) == Reduction::max &&
+                static_cast<Reduction>(Op::BXOR) == Reduction::bxor);
+  const auto kernel = reduce_kernel(static_cast<DataType>(type), static_cast<Reduction>(op.op_));
+  if (kernel) return kernel;
+  throw UsageError(std::string("shared memory has no reductions of dtype ") + c10::toString(type),
+                   "convert the tensor first, for instance to float32");
+}
+
 ShmBackend::ShmBackend(const BackendOptions& options)
     : TensorBackend(options),
       steps_(options.steps),
       store_(options.store),
-      inline_bytes_(has_spare_processors(options.size) ? 256 << 10 : SIZE_MAX),
+      // Where a thread beside each rank's own has a processor as well.
+      inline_bytes_(2 * static_cast<size_t>(options.size) <= allowed_processors().size()
+                        ? 256 << 10
+                        : SIZE_MAX),
       group_(group_options(options), meeting_over(options.store, "shm/meeting")),
-      queue_({[this](TensorWork& work, bool blocking) { return run_here(own(work), blocking); },
-              [this](TensorWork& work) { run_later(own(work)); }}),
       messages_(group_, [names = names()](const Disagreement& met) {
         return judge_messages(met, *names);
       }) {}
@@ -77,27 +87,12 @@ ShmBackend::~ShmBackend() {
 }
 
 ShmBackend::OwnWork ShmBackend::make_work(backends::Request request) {
-  return c10::make_intrusive<ShmWork>(getRank(), std::move(request), names());
+  return c10::make_intrusive<ShmWork>(group_, inline_bytes_, std::move(request), names());
 }
 
 void ShmBackend::submit(const OwnWork& work) {
   own(*work).close();
   queue_.submit(work);
-}
-
-bool ShmBackend::run_here(ShmWork& work, bool blocking) {
-  if (!blocking && work.bytes() > inline_bytes_) return false;
-  work.begun = true;
-  start(group_, work, work.plan());
-  if (!blocking && !group_.all_here(group_.spin())) return false;
-  finish(group_, work, work.plan(), work.request().timeout,
-         blocking ? Waiter::caller : Waiter::thread);
-  return true;
-}
-
-void ShmBackend::run_later(ShmWork& work) {
-  if (!work.begun) start(group_, work, work.plan());
-  finish(group_, work, work.plan(), work.request().timeout);
 }
 
 at::ScalarType ShmBackend::reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const {
@@ -205,8 +200,7 @@ std::shared_ptr<const Region> ShmBackend::make_region(size_t part_bytes, const s
 ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& tensor, int peer,
                                         int tag) {
   auto work = c10::make_intrusive<ShmMessageWork>(
-      getRank(), message_request(operation, tensor, peer), names());
-  record(*work);
+      getRank(), shown(message_request(operation, tensor, peer)), names());
   work->begin(messages_, queue_, tag);
   return work;
 }
@@ -230,8 +224,7 @@ void ShmBackend::shutdown() {
 }
 
 BackendInfo info() {
-  const std::string lack = missing_support();
-  return {"shm", lack.empty(), lack, lack.empty() ? "" : "use the backend gloo", kTraits};
+  return {"shm", true, {}, {}, kTraits};
 }
 
 MadeBackend make(const BackendOptions& options) {

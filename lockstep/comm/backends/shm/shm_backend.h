@@ -10,12 +10,6 @@ using backends::bytes_of;
 using backends::TensorWork;
 
 /// See shm.h.
-///
-/// A call that need not be finished at once is begun by its caller. The caller then looks for the
-/// others for as long as a hand-over to the queue's thread would take. When they have all come,
-/// nothing that it waits for depends on their programs any more. So finishing it in the caller
-/// cannot dead-lock, whatever the order in which ranks call into several groups. Else the thread
-/// goes on with it.
 class ShmBackend final : public backends::TensorBackend {
  public:
   explicit ShmBackend(const BackendOptions& options);
@@ -49,12 +43,10 @@ class ShmBackend final : public backends::TensorBackend {
   /// A region in which each rank's part has so many bytes. `what` is asked for, for messages. A
   /// collective.
   std::shared_ptr<const Region> make_region(size_t part_bytes, const std::string& what);
-  bool run_here(ShmWork& work, bool blocking);
-  void run_later(ShmWork& work);
 
   const std::shared_ptr<const std::atomic<int64_t>> steps_;  ///< BackendOptions::steps.
   const c10::intrusive_ptr<c10d::Store> store_;              ///< Where the ranks meet for regions.
-  const size_t inline_bytes_;  ///< Calls that move more are left to the thread at once.
+  const size_t inline_bytes_;                                ///< See ShmWork.
   size_t regions_made_ = 0;
   Regions regions_;
   SharedGroup group_;

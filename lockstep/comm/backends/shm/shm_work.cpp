@@ -20,6 +20,21 @@ uint64_t ShmWork::hash() const {
   return hash ^ hash >> 32;
 }
 
+bool ShmWork::run_here() {
+  const bool blocking = !request().async;
+  if (!blocking && bytes() > inline_bytes_) return false;
+  begun_ = true;
+  shm::start(group_, *this, plan_);
+  if (!blocking && !group_.all_here(group_.spin())) return false;
+  shm::finish(group_, *this, plan_, request().timeout, blocking ? Waiter::caller : Waiter::thread);
+  return true;
+}
+
+void ShmWork::run_later() {
+  if (!begun_) shm::start(group_, *this, plan_);
+  shm::finish(group_, *this, plan_, request().timeout);
+}
+
 void ShmWork::close() {
   plan_ = plans_.size() == 1 ? std::move(plans_[0]) : sequence_plan(std::move(plans_));
 }

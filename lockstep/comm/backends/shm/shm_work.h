@@ -11,22 +11,36 @@
 namespace lockstep::shm {
 
 /// One collective of this rank, and how it is done.
+///
+/// A call that need not be finished at once is begun by its caller. The caller then looks for the
+/// others for as long as a hand-over to the queue's thread would take. When they have all come,
+/// nothing that it waits for depends on their programs any more. So finishing it in the caller
+/// cannot dead-lock, whatever the order in which ranks call into several groups. Else the thread
+/// goes on with it.
 class ShmWork final : public backends::TensorWork {
  public:
-  using TensorWork::TensorWork;
+  /// An asynchronous call that moves more than `inline_bytes` is left to the thread at once.
+  ShmWork(SharedGroup& group, size_t inline_bytes, backends::Request request,
+          std::shared_ptr<const backends::GroupNames> names)
+      : TensorWork(group.rank(), std::move(request), std::move(names)),
+        group_(group),
+        inline_bytes_(inline_bytes) {}
 
   uint64_t hash() const override;
+  bool run_here() override;
+  void run_later() override;
 
   /// Several are done one after the other.
   void add(Plan plan) { plans_.push_back(std::move(plan)); }
   /// Once, when all have been added.
   void close();
-  Plan& plan() { return plan_; }
   /// Of the data, where all ranks must use the same part of the same memory.
   void set_region(RegionOffset region) { region_ = std::move(region); }
-  bool begun = false;  ///< The others have been told.
 
  private:
+  SharedGroup& group_;
+  const size_t inline_bytes_;
+  bool begun_ = false;  ///< The others have been told.
   std::vector<Plan> plans_;
   Plan plan_;
   RegionOffset region_;
