@@ -48,12 +48,11 @@ void record_sizes(const Request& call, const GroupNames& names, int rank) {
 
 }  // namespace
 
-Request TensorBackend::shown(Request call) const {
-  if (!at::hasCallbacks()) return call;
+void TensorBackend::show(Request& call) const {
+  if (!at::hasCallbacks()) return;
   call.title =
       (recorded_as_.empty() ? getBackendName() : recorded_as_) + ":" + title_of(call.operation);
   record_sizes(call, *names_, getRank());
-  return call;
 }
 
 }  // namespace lockstep::backends

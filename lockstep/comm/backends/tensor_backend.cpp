@@ -80,7 +80,8 @@ TensorBackend::OwnWork TensorBackend::begin(Operation operation, const CallOptio
   }
   arguments.timeout = options.timeout.count() > 0 ? options.timeout : timeout();
   arguments.async = options.asyncOp;
-  return make_work(shown(std::move(arguments)));
+  show(arguments);
+  return make_work(std::move(arguments));
 }
 
 WorkPtr TensorBackend::issue(const OwnWork& work) {

@@ -110,9 +110,9 @@ class TensorBackend : public c10d::Backend {
   /// A barrier to which all ranks come with the same operation and a tensor of this shape and
   /// dtype. Throws MismatchError on all of them otherwise.
   void agree(Operation operation, const at::Tensor& tensor);
-  /// Where somebody watches, the call with a title, and its sizes are shown: also of messages,
-  /// which are the backend's own.
-  Request shown(Request call) const;
+  /// Where somebody watches, gives the call a title, and shows its sizes: also of messages, which
+  /// are the backend's own.
+  void show(Request& call) const;
   /// The request of a message.
   Request message_request(Operation operation, const at::Tensor& tensor, int peer) const;
   const std::shared_ptr<const GroupNames>& names() const { return names_; }

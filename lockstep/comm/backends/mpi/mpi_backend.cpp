@@ -374,7 +374,9 @@ MpiBackend::WorkPtr MpiBackend::message(Operation operation, const at::Tensor& t
   const int count = count_of(operation, tensor.numel());
   const MPI_Datatype type = moved_type(tensor.scalar_type());
   const bool sends = operation == Operation::send;
-  const auto made = make_work(shown(message_request(operation, tensor, peer)));
+  backends::Request request = message_request(operation, tensor, peer);
+  show(request);
+  const auto made = make_work(std::move(request));
   auto& work = static_cast<MpiWork&>(*made);
   if (sends) {
     work.add("MPI_Isend",

@@ -199,8 +199,9 @@ std::shared_ptr<const Region> ShmBackend::make_region(size_t part_bytes, const s
 
 ShmBackend::WorkPtr ShmBackend::message(Operation operation, const at::Tensor& tensor, int peer,
                                         int tag) {
-  auto work = c10::make_intrusive<ShmMessageWork>(
-      getRank(), shown(message_request(operation, tensor, peer)), names());
+  backends::Request request = message_request(operation, tensor, peer);
+  show(request);
+  auto work = c10::make_intrusive<ShmMessageWork>(getRank(), std::move(request), names());
   work->begin(messages_, queue_, tag);
   return work;
 }

@@ -36,7 +36,9 @@ void ShmWork::run_later() {
 }
 
 void ShmWork::close() {
-  plan_ = plans_.size() == 1 ? std::move(plans_[0]) : sequence_plan(std::move(plans_));
+  if (plan_ && further_.empty()) return;
+  if (plan_) further_.insert(further_.begin(), std::move(plan_));
+  plan_ = sequence_plan(std::move(further_));
 }
 
 std::string judge_messages(const Disagreement& met, const backends::GroupNames& names) {

@@ -20,7 +20,7 @@ namespace lockstep::shm {
 class ShmWork final : public backends::TensorWork {
  public:
   /// An asynchronous call that moves more than `inline_bytes` is left to the thread at once.
-  ShmWork(SharedGroup& group, size_t inline_bytes, backends::Request request,
+  ShmWork(SharedGroup& group, size_t inline_bytes, backends::Request&& request,
           std::shared_ptr<const backends::GroupNames> names)
       : TensorWork(group.rank(), std::move(request), std::move(names)),
         group_(group),
@@ -31,7 +31,10 @@ class ShmWork final : public backends::TensorWork {
   void run_later() override;
 
   /// Several are done one after the other.
-  void add(Plan plan) { plans_.push_back(std::move(plan)); }
+  void add(Plan plan) {
+    if (plan_) return further_.push_back(std::move(plan));
+    plan_ = std::move(plan);
+  }
   /// Once, when all have been added.
   void close();
   /// Of the data, where all ranks must use the same part of the same memory.
@@ -41,8 +44,8 @@ class ShmWork final : public backends::TensorWork {
   SharedGroup& group_;
   const size_t inline_bytes_;
   bool begun_ = false;  ///< The others have been told.
-  std::vector<Plan> plans_;
   Plan plan_;
+  std::vector<Plan> further_;
   RegionOffset region_;
 };
 
