@@ -1,4 +1,4 @@
-#include "lockstep/comm/device_mesh.h"
+#include "lockstep/parallel/device_mesh.h"
 
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
