@@ -32,10 +32,9 @@ int64_t bytes_of(double mebibytes, const char* option) {
   return static_cast<int64_t>(bytes);
 }
 
-std::vector<size_t> limits_of(const BucketCaps& caps) {
-  if (caps.first < caps.rest)
-    return {static_cast<size_t>(caps.first), static_cast<size_t>(caps.rest)};
-  return {static_cast<size_t>(caps.rest)};
+std::vector<size_t> limits_of(const DdpOptions& options) {
+  const BucketCaps caps = bucket_caps(options);
+  return {static_cast<size_t>(caps.first), static_cast<size_t>(caps.rest)};
 }
 
 }  // namespace
@@ -66,7 +65,7 @@ BucketCaps bucket_caps(const DdpOptions& options) {
 
 BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
                           const std::vector<bool>& sparse, const DdpOptions& options) {
-  std::vector<size_t> limits = limits_of(bucket_caps(options));
+  std::vector<size_t> limits = limits_of(options);
   if (options.static_graph || !options.find_unused_parameters)
     limits = {static_cast<size_t>(std::numeric_limits<int64_t>::max())};
   auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
@@ -77,14 +76,11 @@ BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
 
 BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
                                const std::vector<size_t>& order, const DdpOptions& options) {
-  const BucketCaps caps = bucket_caps(options);
   std::vector<at::Tensor> tensors;
   for (const size_t index : order) tensors.push_back(parameters[index]);
   const std::vector<int64_t> indices(order.begin(), order.end());
-  const std::vector<size_t> limits = {static_cast<size_t>(caps.first),
-                                      static_cast<size_t>(caps.rest)};
   return std::get<0>(c10d::compute_bucket_assignment_by_size(
-      tensors, limits, std::vector<bool>(parameters.size(), false), indices));
+      tensors, limits_of(options), std::vector<bool>(parameters.size(), false), indices));
 }
 
 BucketLayout agree_on_layout(const BucketLayout& layout, const ProcessGroup& group) {

@@ -26,15 +26,6 @@ bool is_count(const at::Tensor& tensor, const at::Tensor& parameter) {
          !at::isIntegralType(parameter.scalar_type(), /*includeBool=*/true);
 }
 
-StateKey known_key(const std::string& text, const StateSpread& spread, const std::string& what) {
-  StateKey key = parse_state_key(text);
-  if (key.index < spread.parameters.size()) return key;
-  throw CheckpointError(what + ": the optimizer state's '" + text +
-                            "' is for a parameter that does not exist; there are " +
-                            std::to_string(spread.parameters.size()),
-                        "the checkpoint is of another model or optimizer");
-}
-
 /// What this rank has of one.
 std::vector<TensorBox> boxes_of_part(const StateSpread& spread, size_t index) {
   const Part part = spread.part(spread.group.rank(), index);
@@ -46,7 +37,12 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
   const c10::AutoGradMode no_grad(false);
   StateDict local;
   for (const auto& [text, tensor] : whole) {
-    const StateKey key = known_key(text, spread, what);
+    const StateKey key = parse_state_key(text);
+    if (key.index >= spread.parameters.size())
+      throw CheckpointError(what + ": the optimizer state's '" + text +
+                                "' is for a parameter that does not exist; there are " +
+                                std::to_string(spread.parameters.size()),
+                            "the checkpoint is of another model or optimizer");
     const at::Tensor& parameter = spread.parameters[key.index];
     const bool like = tensor.defined() && tensor.sizes() == parameter.sizes();
     if (!like && !(tensor.defined() && is_count(tensor, parameter))) {

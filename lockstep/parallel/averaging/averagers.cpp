@@ -29,12 +29,10 @@ constexpr const char* kStepKey = "averager_step.0";
 PeriodicModelAverager::PeriodicModelAverager(int64_t period, int64_t warmup_steps,
                                              ProcessGroup group)
     : period_(period), warmup_steps_(warmup_steps), group_(std::move(group)) {
-  constexpr const char* kName = "PeriodicModelAverager";
-  check_warmup(kName, warmup_steps);
-  if (period < 1) {
-    throw UsageError(std::string(kName) + ": the period is " + std::to_string(period) +
+  check_warmup("PeriodicModelAverager", warmup_steps);
+  if (period < 1)
+    throw UsageError("PeriodicModelAverager: the period is " + std::to_string(period) +
                      "; expected 1 step or more");
-  }
 }
 
 void PeriodicModelAverager::average_parameters(const std::vector<at::Tensor>& parameters) {

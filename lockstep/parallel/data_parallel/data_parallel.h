@@ -58,8 +58,6 @@ class ReplicaSet {
   const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
   /// Tensors of replicas into which values were copied, so far.
   int64_t copies() const;
-  /// Bytes of parameters that replicas have for themselves.
-  int64_t own_bytes() const;
 
  private:
   struct Impl;
@@ -234,17 +232,6 @@ void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
                  const std::vector<std::vector<at::Tensor>>& parameters,
                  std::vector<std::vector<at::Tensor>>& outputs);
 
-/// `call(i)` on the thread of replica i, for all i below `count`.
-template <class Call>
-auto run_replicas(ReplicaThreads& threads, size_t count, const Call& call) {
-  using Output = std::decay_t<decltype(call(size_t{0}))>;
-  std::vector<std::optional<Output>> given(count);
-  threads.run(count, [&](size_t i) { given[i].emplace(call(i)); });
-  std::vector<Output> outputs;
-  for (auto& output : given) outputs.push_back(std::move(*output));
-  return outputs;
-}
-
 template <class ModulePtr, class Inputs>
 auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
                    const std::vector<ModulePtr>& modules, std::vector<Inputs>& inputs) {
@@ -258,7 +245,10 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
   for (Inputs& input : inputs) {
     for (const at::Tensor& tensor : tensors_of(input)) joins = joins && !tensor.requires_grad();
   }
-  std::vector<Output> outputs = run_replicas(*threads, inputs.size(), call);
+  std::vector<std::optional<Output>> given(inputs.size());
+  threads->run(inputs.size(), [&](size_t i) { given[i].emplace(call(i)); });
+  std::vector<Output> outputs;
+  for (auto& output : given) outputs.push_back(std::move(*output));
   if (!joins) return outputs;
   std::vector<std::vector<at::Tensor>> parameters, tensors;
   for (size_t i = 0; i < inputs.size(); ++i) parameters.push_back(modules[i]->parameters());
@@ -344,7 +334,6 @@ class DataParallelCore {
     for (const auto& replica : replicas_->replicas()) replicas.push_back(typed(replica));
     return lockstep::gather(apply_modules(threads_, replicas, parts), output_device(), dim());
   }
-  int64_t own_bytes() const { return replicas_ ? replicas_->own_bytes() : 0; }
   void check_devices() const;
 
  private:
@@ -459,6 +448,7 @@ class DataParallel {
 /// criterion sees the gathered output, so a mean is that of the whole batch. One process only, and
 /// batches with `input`, `target` and `criterion`: UsageError otherwise. The module must have a
 /// `clone`, and the setup a `forward`. With one replica the module itself runs, as with ddp.
+/// state_bytes() counts the module's own parameters, not those of replicas on further devices.
 std::unique_ptr<Strategy> make_dp_strategy(const StrategySetup& setup);
 
 }  // namespace lockstep

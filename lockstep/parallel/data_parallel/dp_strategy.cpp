@@ -57,12 +57,6 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
     return WholeOptimizerStrategy::predict([&] { return forward(input); }, input);
   }
 
-  StateBytes state_bytes() const override {
-    StateBytes bytes = WholeOptimizerStrategy::state_bytes();
-    bytes.parameters += core_.own_bytes();
-    return bytes;
-  }
-
  private:
   static const StrategySetup& checked(const StrategySetup& setup) {
     if (setup.group && setup.group.size() > 1) {

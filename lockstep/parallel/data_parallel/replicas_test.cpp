@@ -172,7 +172,6 @@ TEST(Replicas, OnOtherDevicesAreCopiedWhenSomethingChanged) {
   }
   set.refresh(1, false);
   EXPECT_EQ(copied(), 2) << "and one parameter";
-  EXPECT_EQ(set.own_bytes(), static_cast<int64_t>(sizeof(float)) * (24 + 4));
 }
 
 /// Waits until so many are there at once; false when they do not come.
@@ -327,8 +326,7 @@ TEST(Replicas, WhatCannotBeCopiedIsRefused) {
                                           [] { return nn::Sequential(nn::Linear(2, 3)); });
     FAIL() << "the copies have other shapes";
   } catch (const UsageError& error) {
-    EXPECT_THAT(error.what(), HasSubstr("the module has '0.weight' Float[2, 2]"));
-    EXPECT_THAT(error.what(), HasSubstr("the copy '0.weight' Float[3, 2]"));
+    EXPECT_THAT(error.what(), HasSubstr("other names, shapes or dtypes"));
   }
   EXPECT_THROW(DataParallel<nn::Sequential>(small, on_cpus(2), [&] { return small; }), UsageError);
 }

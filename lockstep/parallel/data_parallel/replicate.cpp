@@ -39,21 +39,16 @@ std::vector<Named> named_tensors(const Module& module) {
   return all;
 }
 
-std::string text_of(const Named& item) {
-  return "'" + item.name + "' " + c10::toString(item.tensor.scalar_type()) +
-         c10::str(item.tensor.sizes());
-}
-
 void check_alike(const Module& module, const Module& copy) {
   const auto own = named_tensors(module), others = named_tensors(copy);
-  for (size_t i = 0; i < std::max(own.size(), others.size()); ++i) {
-    const std::string mine = i < own.size() ? text_of(own[i]) : "nothing";
-    const std::string theirs = i < others.size() ? text_of(others[i]) : "nothing";
-    if (mine == theirs) continue;
-    throw UsageError("DataParallel: a copy of module " + module.name() +
-                         " has other tensors: the module has " + mine + ", the copy " + theirs,
-                     "make the copy with the options of the module");
-  }
+  const auto alike = [](const Named& a, const Named& b) {
+    return a.name == b.name && a.tensor.sizes() == b.tensor.sizes() &&
+           a.tensor.scalar_type() == b.tensor.scalar_type();
+  };
+  if (std::equal(own.begin(), own.end(), others.begin(), others.end(), alike)) return;
+  throw UsageError("DataParallel: a copy of module " + module.name() +
+                       " has tensors of other names, shapes or dtypes",
+                   "make the copy with the options of the module");
 }
 
 /// The values of parameters for replicas. Forward gives tensors that stand for the replicas'
@@ -286,16 +281,6 @@ const std::vector<std::shared_ptr<Module>>& ReplicaSet::replicas() const {
 
 int64_t ReplicaSet::copies() const {
   return impl_->copies;
-}
-
-int64_t ReplicaSet::own_bytes() const {
-  int64_t bytes = 0;
-  for (const Row& row : impl_->rows) {
-    for (const Own& own : row.own) {
-      if (!row.is_buffer && !own.shares) bytes += static_cast<int64_t>(own.tensor.nbytes());
-    }
-  }
-  return bytes;
 }
 
 std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor,

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <exception>
 #include <map>
@@ -106,15 +107,11 @@ struct LocalPipeline::Impl {
     starts = options.plan.empty()
                  ? balance_stages(estimate_layer_costs(layers), schedule.num_stages)
                  : planned_stages(layers, options.plan, schedule.num_stages);
-    for (size_t stage = 0; stage < starts.size(); ++stage) {
-      const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : layers.size();
-      for (size_t i = starts[stage]; i < end; ++i) {
-        if (layers[i].module) layers[i].module->to(devices[stage % devices.size()]);
-      }
-    }
-    for (const Layer& layer : layers) {
-      if (!layer.module) continue;
-      for (const at::Tensor& parameter : layer.module->parameters())
+    for (size_t i = 0; i < layers.size(); ++i) {
+      if (!layers[i].module) continue;
+      const auto stage = std::upper_bound(starts.begin(), starts.end(), i) - starts.begin() - 1;
+      layers[i].module->to(devices[static_cast<size_t>(stage) % devices.size()]);
+      for (const at::Tensor& parameter : layers[i].module->parameters())
         parameters.push_back(parameter);
     }
     parameters = unique_parameters(parameters);
@@ -178,10 +175,6 @@ at::Tensor LocalPipeline::predict(const at::Tensor& input) {
 
 const std::vector<at::Tensor>& LocalPipeline::parameters() const {
   return impl_->parameters;
-}
-
-const std::vector<size_t>& LocalPipeline::stage_starts() const {
-  return impl_->starts;
 }
 
 }  // namespace lockstep

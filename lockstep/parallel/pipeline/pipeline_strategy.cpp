@@ -171,7 +171,7 @@ class GradientExchange {
   /// Collectives of both groups.
   void run() {
     const at::NoGradGuard no_grad;
-    if (tensors_.has_tied()) sum_tied();
+    sum_tied();
     summed_ = true;
     if (data_parallel_ && data_parallel_.size() > 1) average();
   }

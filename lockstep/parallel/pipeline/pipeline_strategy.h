@@ -113,8 +113,6 @@ class LocalPipeline {
 
   /// The parameters of all layers, each once, in order.
   const std::vector<at::Tensor>& parameters() const;
-  /// The first layer of each stage.
-  const std::vector<size_t>& stage_starts() const;
 
  private:
   struct Impl;

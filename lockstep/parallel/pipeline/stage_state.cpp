@@ -74,12 +74,6 @@ std::vector<at::Tensor> StageTensors::own_parameters() const {
   return tensors;
 }
 
-bool StageTensors::has_tied() const {
-  return std::any_of(parameters_.begin(), parameters_.end(), [&](const StageTensor& parameter) {
-    return parameter.ranks.size() > 1 && parameter.is_on(rank_);
-  });
-}
-
 void StageTensors::free_others() {
   for (StageTensor& parameter : parameters_) {
     if (!parameter.is_on(rank_)) free_values(parameter.tensor);

@@ -35,8 +35,6 @@ class StageTensors {
   /// The numbers of the parameters that this rank has.
   const std::vector<size_t>& own() const { return own_; }
   std::vector<at::Tensor> own_parameters() const;
-  /// Parameters of this rank that another one has too.
-  bool has_tied() const;
 
   /// Gives the memory of other ranks' parameters back. They keep their shape and are NaN.
   void free_others();

@@ -68,13 +68,10 @@ void check_options(const Row& row, const StrategyOptions& options) {
 
 }  // namespace
 
-const std::vector<StrategyInfo>& strategy_infos() {
-  static const std::vector<StrategyInfo> infos = [] {
-    std::vector<StrategyInfo> all;
-    for (const Row& row : rows()) all.push_back(row.info);
-    return all;
-  }();
-  return infos;
+std::vector<StrategyInfo> strategy_infos() {
+  std::vector<StrategyInfo> all;
+  for (const Row& row : rows()) all.push_back(row.info);
+  return all;
 }
 
 std::vector<std::string> strategy_names() {
@@ -85,12 +82,8 @@ std::vector<std::string> strategy_names() {
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
   check_options(row_of(name), setup.options);
-  const auto require = [&](bool given, const char* what) {
-    if (!given) throw UsageError("strategy " + name + ": StrategySetup::" + what + " is not set");
-  };
-  require(setup.module != nullptr, "module");
-  require(setup.make_optimizer != nullptr, "make_optimizer");
-  require(static_cast<bool>(setup.group), "group");
+  if (!setup.make_optimizer)
+    throw UsageError("strategy " + name + ": StrategySetup::make_optimizer is not set");
   return row_of(name).make(setup);
 }
 

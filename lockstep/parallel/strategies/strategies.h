@@ -15,7 +15,7 @@ struct StrategyInfo {
   std::string name;     ///< As --strategy takes it.
   std::string summary;  ///< What it spreads, in a few words.
 };
-const std::vector<StrategyInfo>& strategy_infos();
+std::vector<StrategyInfo> strategy_infos();
 std::vector<std::string> strategy_names();
 
 /// The share of the data that a rank of `size` trains on, known before the strategy is made: for
