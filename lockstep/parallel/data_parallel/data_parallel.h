@@ -451,4 +451,18 @@ class DataParallel {
 /// state_bytes() counts the module's own parameters, not those of replicas on further devices.
 std::unique_ptr<Strategy> make_dp_strategy(const StrategySetup& setup);
 
+/// One forward of a module over several devices, as torch.nn.parallel.data_parallel. It makes the
+/// replicas again each time: for several forwards keep a DataParallel.
+template <class ModulePtr, class... Args>
+auto data_parallel(const ModulePtr& module, std::tuple<Args...> inputs,
+                   const DataParallelOptions& options = {}) {
+  DataParallel<ModulePtr> parallel(module, options);
+  return std::apply([&](auto&... each) { return parallel.forward(each...); }, inputs);
+}
+template <class ModulePtr>
+auto data_parallel(const ModulePtr& module, const at::Tensor& input,
+                   const DataParallelOptions& options = {}) {
+  return lockstep::data_parallel(module, std::tuple<at::Tensor>(input), options);
+}
+
 }  // namespace lockstep

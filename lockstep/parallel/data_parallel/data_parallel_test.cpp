@@ -417,6 +417,7 @@ TEST_F(DataParallelTest, FunctionsComposeByHand) {
   for (size_t p = 0; p < expected.size(); ++p) {
     EXPECT_TRUE(at::equal(net->parameters()[p].grad(), expected[p]));
   }
+  EXPECT_TRUE(at::equal(data_parallel(net, x, on_cpus(2)), gather(outputs, c10::kCPU)));
   EXPECT_THROW(parallel_apply(replicas, std::vector<at::Tensor>{x}), UsageError);
 }
 
