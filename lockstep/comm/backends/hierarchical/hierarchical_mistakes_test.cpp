@@ -117,14 +117,14 @@ INSTANTIATE_TEST_SUITE_P(
                   if (rank == 0) inputs.push_back(Tensors(4, at::ones({4})));
                   backend.scatter(output, inputs, {})->wait();
                 },
-                {"rank 0", "rank 3 called scatter(root 0)", "float32 [5]"}},
+                {"4 x float32 [4]", "rank 3 called scatter(root 0)", "float32 [5]"}},
         Mistake{"SplitsOfAnAllToAll",
                 [](int rank, auto& backend) {
                   all_to_all(backend, {1, 2, 3, 4}, std::vector<int64_t>(4, rank + 1));
                   const std::vector<int64_t> even(4, 1), uneven{2, 0, 1, 1};
                   all_to_all(backend, rank == 2 ? uneven : even, even);
                 },
-                {"rank 2", "all_to_all_single", "collective 17", "shape"}},
+                {"rank 2", "all_to_all_single", "collective 17", "expects float32 [1]"}},
         Mistake{"AllToAllAgainstBroadcast",
                 [](int rank, auto& backend) {
                   if (rank == 2) {
