@@ -257,6 +257,7 @@ class CheckedBackend final : public c10d::Backend {
 
  private:
   void tell_end(Failure::Kind kind) {
+    p2p_checks_.close();
     context_->tell_end(kind, options_.steps ? options_.steps->load() : 0);
   }
 
@@ -404,9 +405,10 @@ class CheckedBackend final : public c10d::Backend {
                             tensors[0].is_cpu() && checks_.compares(1);
       CallSignature call{.operation = operation, .root = peer, .sequence = sequence_};
       (operation == Operation::send ? call.inputs : call.outputs) = signatures_of(tensors);
-      return issued(call, c10d::kUnsetTimeout, [&] {
-        return compared ? p2p_checks_.run(call, tensors, tag, issue) : issue(tensors);
-      });
+      const auto issue_checked = [&](Tensors& data) {
+        return issued(call, c10d::kUnsetTimeout, [&] { return issue(data); });
+      };
+      return compared ? p2p_checks_.run(call, tensors, tag, issue_checked) : issue_checked(tensors);
     });
   }
 

@@ -69,8 +69,8 @@ void announce_checks(c10d::Store& store, int rank, const std::string& group_name
 ///   gives a TimeoutError naming it. A rank that has ended or left the group gives a PeerLostError.
 ///   The call blocks until all ranks have come.
 /// - Sends and receives of CPU tensors are compared by the side that comes second. Neither call
-///   blocks. Where they differ, this call throws MismatchError, and so does the wait of a receive
-///   that came first. Receives from any rank are not compared.
+///   blocks. Their waits throw as above, and give a PeerLostError also where the other rank has
+///   closed the group or given it up. Receives from any rank are not compared.
 /// - Time-outs and lost connections of the backend (at the call, from Work::wait, from the future)
 ///   become TimeoutError and PeerLostError. These name operation, sequence number, ranks and
 ///   seconds. The rank at fault is found from the processes that have ended on this host and from

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -11,15 +12,14 @@
 namespace lockstep {
 
 /// Compares the first sends and receives of each channel (sender, receiver, tag), the n-th with the
-/// n-th. Gloo would end the process or give wrong data where two differ.
+/// n-th. Where two differ both works throw. Gloo would end the process or give wrong data.
 ///
-/// Each call puts its signature under the message's key in the store, and who finds the other one's
-/// there compares. No call blocks. One that differs throws. Before that it is answered by a tensor
-/// that fits the other one's: so later messages keep their order. A receive that came first hears
-/// of it once it has ended. A send that came first does not.
+/// The side that comes second compares before it makes its call, and tells the first one by the
+/// message's key in the store. No call blocks or is put off. One that differs is answered by a
+/// tensor that fits it: so later messages keep their order.
 ///
 /// Receives from any rank are not compared: no message is theirs before it has come. From the first
-/// one on its rank compares no receive of this tag. Then the keys of sends stay in the store.
+/// one on, its rank compares no receive of this tag, and says so under a key of the tag.
 class P2PChecks {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
@@ -30,10 +30,13 @@ class P2PChecks {
       : context_(std::move(context)), checks_(checks) {}
   /// Makes the call of one tensor by `issue`: a send to `call.root`, or a receive from it or any.
   WorkPtr run(CallSignature call, std::vector<at::Tensor>& tensors, int tag, const Issue& issue);
+  /// Fails the works whose other side has not come.
+  void close() { *closed_ = true; }
 
  private:
   const std::shared_ptr<CheckContext> context_;
   RankChecks& checks_;
+  const std::shared_ptr<std::atomic<bool>> closed_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
   std::map<std::pair<int, int>, uint64_t> sends_, receives_;  ///< Of (peer, tag), so far.
   std::set<int> any_tags_;  ///< Of which this rank has received from any.
