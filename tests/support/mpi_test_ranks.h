@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/comm/backends/mpi/mpi_backend.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/world.h"
 #include "tests/support/run_backends.h"
@@ -27,8 +27,8 @@ using Op = c10d::ReduceOp::RedOpType;
 using Tensors = std::vector<at::Tensor>;
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-/// The pieces of large operations in these tests.
-inline constexpr int64_t kPiece = 1000;
+/// Larger operations are cut into pieces of so many elements.
+inline constexpr int64_t kPiece = int64_t{1} << 20;
 
 /// The job, from the start of main to its end.
 const World& world();
@@ -60,11 +60,8 @@ inline std::vector<int> everyone() {
   return ranks;
 }
 
-inline c10::intrusive_ptr<MpiBackend> make_group(const std::string& name, std::vector<int> ranks,
-                                                 int64_t piece = kPiece) {
-  MpiBackendOptions own;
-  own.piece = piece;
-  return c10::make_intrusive<MpiBackend>(options_of(name, std::move(ranks)), own);
+inline BackendPtr make_group(const std::string& name, std::vector<int> ranks) {
+  return make(options_of(name, std::move(ranks))).backend;
 }
 
 /// A group of all ranks, without our checks.
@@ -82,7 +79,7 @@ class Ranks : public ::testing::Test {
   static int rank() { return world().rank(); }
   static int size() { return world().size(); }
 
-  c10::intrusive_ptr<MpiBackend> mpi;
+  BackendPtr mpi;
 };
 
 inline void all_reduce(c10d::Backend& backend, const at::Tensor& tensor,

@@ -260,16 +260,15 @@ TEST(CheckedP2P, ACallThatTheBackendRefusesFailsItsCounterpartAndNoOther) {
 TEST(CheckedP2P, ReceiveTooSmall) {
   expect_mismatch(at::ones({8}), at::ones({4}),
                   {"rank 0 called send(to rank 1) of float32 [8] as message 1 with tag 5",
-                   "rank 1 called recv(from rank 0) into float32 [4]", "differs: size"});
+                   "rank 1 called recv(from rank 0) into float32 [4]"});
 }
 
 TEST(CheckedP2P, ReceiveTooLarge) {
-  expect_mismatch(at::ones({4}), at::ones({8}), {"float32 [4]", "float32 [8]", "differs: size"});
+  expect_mismatch(at::ones({4}), at::ones({8}), {"float32 [4]", "float32 [8]"});
 }
 
 TEST(CheckedP2P, Dtype) {
-  expect_mismatch(at::ones({4}), at::ones({4}, at::kInt),
-                  {"float32 [4]", "int32 [4]", "differs: dtype"});
+  expect_mismatch(at::ones({4}), at::ones({4}, at::kInt), {"float32 [4]", "int32 [4]"});
 }
 
 class CheckedP2PLevels : public ::testing::TestWithParam<DebugLevel> {};

@@ -6,7 +6,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/text.h"
-#include "lockstep/comm/backends/mpi/mpi_backend.h"
+#include "lockstep/comm/backends/mpi/mpi_engine.h"
 
 namespace lockstep::mpi {
 namespace {
@@ -59,10 +59,6 @@ void forget_given(bool frees) {
 
 BackendInfo info() {
   return {"mpi", true, {}, {}, kTraits};
-}
-
-MadeBackend make(const BackendOptions& options) {
-  return {c10::make_intrusive<MpiBackend>(options), kTraits};
 }
 
 Place use(const MpiCommunicator& communicator, std::chrono::milliseconds timeout,

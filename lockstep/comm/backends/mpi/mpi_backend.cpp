@@ -1,9 +1,8 @@
-#include "lockstep/comm/backends/mpi/mpi_backend.h"
-
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <utility>
@@ -12,11 +11,23 @@
 #include "lockstep/base/hash.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
+#include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/backends/mpi/mpi_engine.h"
+#include "lockstep/comm/backends/mpi/mpi_work.h"
+#include "lockstep/comm/backends/tensor_backend.h"
 
 namespace lockstep::mpi {
 namespace {
 
+using backends::Blocks;
+using backends::Buffers;
+using backends::TensorWork;
+
 constexpr std::chrono::milliseconds kAbortPatience{300};
+/// Larger all-reduces, reduces and broadcasts are cut into pieces of so many elements. MPI counts
+/// in ints. Its algorithms also take a buffer of the piece's size, which for a large piece costs
+/// more than the messages do. 64 MB whole took three times as long as in pieces of 4 MB.
+constexpr int64_t kPiece = int64_t{1} << 20;
 
 MpiWork& own(TensorWork& work) {
   return static_cast<MpiWork&>(work);
@@ -215,184 +226,197 @@ void average_at_end(MpiWork& work, const at::Tensor& sum, const c10d::ReduceOp& 
   if (op.op_ == c10d::ReduceOp::AVG) work.afterwards([=] { backends::divide(sum, size); });
 }
 
-}  // namespace
+/// See mpi.h. Sums are MPI's: the same bits in every run with as many ranks, but in an order that
+/// MPI chooses by size.
+class MpiBackend final : public backends::TensorBackend {
+ public:
+  explicit MpiBackend(const BackendOptions& options)
+      : TensorBackend(options),
+        engine_(engine_for(options, names()->ranks)),
+        group_(form(options, names()->ranks, *engine_)) {}
+  ~MpiBackend() override { close(/*abort=*/false); }
 
-MpiBackend::MpiBackend(const BackendOptions& options, MpiBackendOptions own)
-    : TensorBackend(options),
-      own_(own),
-      engine_(engine_for(options, names()->ranks)),
-      group_(form(options, names()->ranks, *engine_)) {}
+  const std::string getBackendName() const override { return "mpi"; }
+  void abort() override { close(/*abort=*/true); }
+  void shutdown() override { close(/*abort=*/false); }
 
-MpiBackend::~MpiBackend() {
-  close(/*abort=*/false);
-}
-
-void MpiBackend::close(bool abort) {
-  if (closed_.exchange(true)) return;
-  try {
-    engine_->retire(group_, abort, abort ? kAbortPatience : timeout() + kAbortPatience);
-  } catch (const std::exception&) {
-    // MPI has ended before, or does not return: there is nothing left to free.
+ private:
+  void close(bool abort) {
+    if (closed_.exchange(true)) return;
+    try {
+      engine_->retire(group_, abort, abort ? kAbortPatience : timeout() + kAbortPatience);
+    } catch (const std::exception&) {
+      // MPI has ended before, or does not return: there is nothing left to free.
+    }
   }
-}
 
-MpiBackend::OwnWork MpiBackend::make_work(backends::Request request) {
-  if (closed_)
-    throw CommError(std::string(operation_name(request.operation)) + ": group '" + group_->name +
-                    "' is closed");
-  return c10::make_intrusive<MpiWork>(engine_, group_, std::move(request), names());
-}
+  OwnWork make_work(backends::Request request) override {
+    if (closed_)
+      throw CommError(std::string(operation_name(request.operation)) + ": group '" + group_->name +
+                      "' is closed");
+    return c10::make_intrusive<MpiWork>(engine_, group_, std::move(request), names());
+  }
 
-void MpiBackend::submit(const OwnWork& work) {
-  engine_->submit(c10::static_intrusive_pointer_cast<MpiWork>(work));
-}
+  void submit(const OwnWork& work) override {
+    engine_->submit(c10::static_intrusive_pointer_cast<MpiWork>(work));
+  }
 
-at::ScalarType MpiBackend::reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const {
-  return reduction_of(dtype, op).dtype;
-}
+  at::ScalarType reduction_dtype(at::ScalarType dtype, const c10d::ReduceOp& op) const override {
+    return reduction_of(dtype, op).dtype;
+  }
 
-template <class Start>
-void MpiBackend::add_pieces(TensorWork& work, const char* call, const at::Tensor& data,
-                            Start start) {
-  for (int64_t at = 0; at < data.numel(); at += own_.piece) {
-    auto* piece = static_cast<char*>(data.data_ptr()) + at * data.element_size();
-    const int count = static_cast<int>(std::min(own_.piece, data.numel() - at));
-    own(work).add(call, [=](MPI_Comm comm, MPI_Request* request) {
-      return start(piece, count, comm, request);
+  template <class Start>
+  void add_pieces(TensorWork& work, const char* call, const at::Tensor& data, Start start) {
+    for (int64_t at = 0; at < data.numel(); at += kPiece) {
+      auto* piece = static_cast<char*>(data.data_ptr()) + at * data.element_size();
+      const int count = static_cast<int>(std::min(kPiece, data.numel() - at));
+      own(work).add(call, [=](MPI_Comm comm, MPI_Request* request) {
+        return start(piece, count, comm, request);
+      });
+    }
+  }
+
+  void add_barrier(TensorWork& work) override {
+    own(work).add("MPI_Ibarrier",
+                  [](MPI_Comm comm, MPI_Request* request) { return MPI_Ibarrier(comm, request); });
+  }
+
+  void add_broadcast(TensorWork& work, const at::Tensor& data, int root) override {
+    add_pieces(work, "MPI_Ibcast", data,
+               [root, type = moved_type(data.scalar_type())](void* piece, int count, MPI_Comm comm,
+                                                             MPI_Request* request) {
+                 return MPI_Ibcast(piece, count, type, root, comm, request);
+               });
+  }
+
+  void add_all_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op) override {
+    add_pieces(work, "MPI_Iallreduce", data,
+               [how = reduction_of(data.scalar_type(), op)](void* piece, int count, MPI_Comm comm,
+                                                            MPI_Request* request) {
+                 return MPI_Iallreduce(MPI_IN_PLACE, piece, count, how.type, how.op, comm, request);
+               });
+    average_at_end(own(work), data, op, getSize());
+  }
+
+  void add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
+                  int root) override {
+    const bool is_root = getRank() == root;
+    add_pieces(work, "MPI_Ireduce", data,
+               [=, how = reduction_of(data.scalar_type(), op)](
+                   void* piece, int count, MPI_Comm comm, MPI_Request* request) {
+                 return MPI_Ireduce(is_root ? MPI_IN_PLACE : piece, piece, count, how.type, how.op,
+                                    root, comm, request);
+               });
+    if (is_root) average_at_end(own(work), data, op, getSize());
+  }
+
+  void add_all_gather(TensorWork& work, const at::Tensor& input, Blocks outputs) override {
+    const int count = count_of(work.request().operation, input.numel());
+    if (count == 0) return;
+    own(work).add("MPI_Iallgather",
+                  [=, type = moved_type(input.scalar_type()), from = input.data_ptr(),
+                   to = apart(own(work), outputs, input)](MPI_Comm comm, MPI_Request* request) {
+                    return MPI_Iallgather(from, count, type, to, count, type, comm, request);
+                  });
+  }
+
+  void add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) override {
+    const int count = count_of(Operation::gather, input.numel());
+    if (count == 0) return;
+    void* to = outputs.empty() ? nullptr : apart(own(work), outputs, input);
+    own(work).add("MPI_Igather", [=, type = moved_type(input.scalar_type()),
+                                  from = input.data_ptr()](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Igather(from, count, type, to, count, type, root, comm, request);
     });
   }
-}
 
-void MpiBackend::add_barrier(TensorWork& work) {
-  own(work).add("MPI_Ibarrier",
-                [](MPI_Comm comm, MPI_Request* request) { return MPI_Ibarrier(comm, request); });
-}
-
-void MpiBackend::add_broadcast(TensorWork& work, const at::Tensor& data, int root) {
-  add_pieces(work, "MPI_Ibcast", data,
-             [root, type = moved_type(data.scalar_type())](void* piece, int count, MPI_Comm comm,
-                                                           MPI_Request* request) {
-               return MPI_Ibcast(piece, count, type, root, comm, request);
-             });
-}
-
-void MpiBackend::add_all_reduce(TensorWork& work, const at::Tensor& data,
-                                const c10d::ReduceOp& op) {
-  add_pieces(work, "MPI_Iallreduce", data,
-             [how = reduction_of(data.scalar_type(), op)](void* piece, int count, MPI_Comm comm,
-                                                          MPI_Request* request) {
-               return MPI_Iallreduce(MPI_IN_PLACE, piece, count, how.type, how.op, comm, request);
-             });
-  average_at_end(own(work), data, op, getSize());
-}
-
-void MpiBackend::add_reduce(TensorWork& work, const at::Tensor& data, const c10d::ReduceOp& op,
-                            int root) {
-  const bool is_root = getRank() == root;
-  add_pieces(work, "MPI_Ireduce", data,
-             [=, how = reduction_of(data.scalar_type(), op)](void* piece, int count, MPI_Comm comm,
-                                                             MPI_Request* request) {
-               return MPI_Ireduce(is_root ? MPI_IN_PLACE : piece, piece, count, how.type, how.op,
-                                  root, comm, request);
-             });
-  if (is_root) average_at_end(own(work), data, op, getSize());
-}
-
-void MpiBackend::add_all_gather(TensorWork& work, const at::Tensor& input, Blocks outputs) {
-  const int count = count_of(work.request().operation, input.numel());
-  if (count == 0) return;
-  own(work).add("MPI_Iallgather",
-                [=, type = moved_type(input.scalar_type()), from = input.data_ptr(),
-                 to = apart(own(work), outputs, input)](MPI_Comm comm, MPI_Request* request) {
-                  return MPI_Iallgather(from, count, type, to, count, type, comm, request);
-                });
-}
-
-void MpiBackend::add_gather(TensorWork& work, const at::Tensor& input, Blocks outputs, int root) {
-  const int count = count_of(Operation::gather, input.numel());
-  if (count == 0) return;
-  void* to = outputs.empty() ? nullptr : apart(own(work), outputs, input);
-  own(work).add("MPI_Igather", [=, type = moved_type(input.scalar_type()), from = input.data_ptr()](
-                                   MPI_Comm comm, MPI_Request* request) {
-    return MPI_Igather(from, count, type, to, count, type, root, comm, request);
-  });
-}
-
-void MpiBackend::add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) {
-  const int count = count_of(Operation::scatter, output.numel());
-  if (count == 0) return;
-  const void* from = inputs.empty() ? nullptr : joined(own(work), inputs, output);
-  own(work).add("MPI_Iscatter", [=, type = moved_type(output.scalar_type()),
-                                 to = output.data_ptr()](MPI_Comm comm, MPI_Request* request) {
-    return MPI_Iscatter(from, count, type, to, count, type, root, comm, request);
-  });
-}
-
-void MpiBackend::add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
-                                    const c10d::ReduceOp& op) {
-  const Reduction how = reduction_of(output.scalar_type(), op);
-  // Within MPI the whole is counted by an int as well.
-  count_of(work.request().operation, output.numel() * getSize());
-  const int count = static_cast<int>(output.numel());
-  if (count == 0) return;
-  const void* from = joined(own(work), inputs, output);
-  own(work).add("MPI_Ireduce_scatter_block", [=, to = output.data_ptr()](MPI_Comm comm,
-                                                                         MPI_Request* request) {
-    return MPI_Ireduce_scatter_block(from, to, count, how.type, how.op, comm, request);
-  });
-  average_at_end(own(work), output, op, getSize());
-}
-
-// By messages, as every rank knows only its own splits. MPI's own call of this kind does the same.
-void MpiBackend::add_all_to_all(TensorWork& all, at::ScalarType dtype, Buffers sends,
-                                Buffers receives) {
-  const size_t element = c10::elementSize(dtype);
-  for (const auto* buffers : {&sends, &receives})
-    for (const auto& buffer : *buffers)
-      count_of(all.request().operation, static_cast<int64_t>(buffer.size() / element));
-  const auto exchange = [=, type = moved_type(dtype), tag = engine_->largest_tag()](
-                            MPI_Comm comm, std::vector<MPI_Request>& requests) {
-    int code = MPI_SUCCESS;
-    const auto start = [&](auto call, const auto& buffers) {
-      for (size_t peer = 0; peer < buffers.size() && code == MPI_SUCCESS; ++peer)
-        code = call(buffers[peer].data(), static_cast<int>(buffers[peer].size() / element), type,
-                    static_cast<int>(peer), tag, comm, &requests.emplace_back(MPI_REQUEST_NULL));
-    };
-    start(MPI_Irecv, receives);
-    start(MPI_Isend, sends);
-    return code;
-  };
-  static_cast<MpiWork&>(all).add_several("MPI_Isend", exchange);
-}
-
-MpiBackend::WorkPtr MpiBackend::message(Operation operation, const at::Tensor& tensor, int peer,
-                                        int tag) {
-  const int largest = engine_->largest_tag() - 1;  // That one is all_to_all's.
-  if (tag < 0 || tag > largest)
-    throw UsageError(std::string(operation_name(operation)) + ": the tag " + std::to_string(tag) +
-                     " is not from 0 to " + std::to_string(largest));
-  const int count = count_of(operation, tensor.numel());
-  const MPI_Datatype type = moved_type(tensor.scalar_type());
-  const bool sends = operation == Operation::send;
-  backends::Request request = message_request(operation, tensor, peer);
-  show(request);
-  const auto made = make_work(std::move(request));
-  auto& work = static_cast<MpiWork&>(*made);
-  if (sends) {
-    work.add("MPI_Isend",
-             [=, from = work.given(tensor).data_ptr()](MPI_Comm comm, MPI_Request* request) {
-               return MPI_Isend(from, count, type, peer, tag, comm, request);
-             });
-  } else {
-    const int source = peer == kAnyRank ? MPI_ANY_SOURCE : peer;
-    work.expect(count, type);
-    work.add("MPI_Irecv",
-             [=, to = work.taken(tensor, false).data_ptr()](MPI_Comm comm, MPI_Request* request) {
-               return MPI_Irecv(to, count, type, source, tag, comm, request);
-             });
+  void add_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output, int root) override {
+    const int count = count_of(Operation::scatter, output.numel());
+    if (count == 0) return;
+    const void* from = inputs.empty() ? nullptr : joined(own(work), inputs, output);
+    own(work).add("MPI_Iscatter", [=, type = moved_type(output.scalar_type()),
+                                   to = output.data_ptr()](MPI_Comm comm, MPI_Request* request) {
+      return MPI_Iscatter(from, count, type, to, count, type, root, comm, request);
+    });
   }
-  submit(made);
-  return made;
+
+  void add_reduce_scatter(TensorWork& work, Blocks inputs, const at::Tensor& output,
+                          const c10d::ReduceOp& op) override {
+    const Reduction how = reduction_of(output.scalar_type(), op);
+    // Within MPI the whole is counted by an int as well.
+    count_of(work.request().operation, output.numel() * getSize());
+    const int count = static_cast<int>(output.numel());
+    if (count == 0) return;
+    const void* from = joined(own(work), inputs, output);
+    own(work).add("MPI_Ireduce_scatter_block", [=, to = output.data_ptr()](MPI_Comm comm,
+                                                                           MPI_Request* request) {
+      return MPI_Ireduce_scatter_block(from, to, count, how.type, how.op, comm, request);
+    });
+    average_at_end(own(work), output, op, getSize());
+  }
+
+  // By messages, as every rank knows only its own splits. MPI's own call of this kind does the
+  // same.
+  void add_all_to_all(TensorWork& all, at::ScalarType dtype, Buffers sends,
+                      Buffers receives) override {
+    const size_t element = c10::elementSize(dtype);
+    for (const auto* buffers : {&sends, &receives})
+      for (const auto& buffer : *buffers)
+        count_of(all.request().operation, static_cast<int64_t>(buffer.size() / element));
+    const auto exchange = [=, type = moved_type(dtype), tag = engine_->largest_tag()](
+                              MPI_Comm comm, std::vector<MPI_Request>& requests) {
+      int code = MPI_SUCCESS;
+      const auto start = [&](auto call, const auto& buffers) {
+        for (size_t peer = 0; peer < buffers.size() && code == MPI_SUCCESS; ++peer)
+          code = call(buffers[peer].data(), static_cast<int>(buffers[peer].size() / element), type,
+                      static_cast<int>(peer), tag, comm, &requests.emplace_back(MPI_REQUEST_NULL));
+      };
+      start(MPI_Irecv, receives);
+      start(MPI_Isend, sends);
+      return code;
+    };
+    static_cast<MpiWork&>(all).add_several("MPI_Isend", exchange);
+  }
+
+  WorkPtr MpiBackend::message(Operation operation, const at::Tensor& tensor, int peer,
+                              int tag) override {
+    const int largest = engine_->largest_tag() - 1;  // That one is all_to_all's.
+    if (tag < 0 || tag > largest)
+      throw UsageError(std::string(operation_name(operation)) + ": the tag " + std::to_string(tag) +
+                       " is not from 0 to " + std::to_string(largest));
+    const int count = count_of(operation, tensor.numel());
+    const MPI_Datatype type = moved_type(tensor.scalar_type());
+    const bool sends = operation == Operation::send;
+    backends::Request request = message_request(operation, tensor, peer);
+    show(request);
+    const auto made = make_work(std::move(request));
+    auto& work = static_cast<MpiWork&>(*made);
+    if (sends) {
+      work.add("MPI_Isend",
+               [=, from = work.given(tensor).data_ptr()](MPI_Comm comm, MPI_Request* request) {
+                 return MPI_Isend(from, count, type, peer, tag, comm, request);
+               });
+    } else {
+      const int source = peer == kAnyRank ? MPI_ANY_SOURCE : peer;
+      work.expect(count, type);
+      work.add("MPI_Irecv",
+               [=, to = work.taken(tensor, false).data_ptr()](MPI_Comm comm, MPI_Request* request) {
+                 return MPI_Irecv(to, count, type, source, tag, comm, request);
+               });
+    }
+    submit(made);
+    return made;
+  }
+
+  const std::shared_ptr<Engine> engine_;
+  const std::shared_ptr<Group> group_;
+  std::atomic<bool> closed_{false};
+};
+
+}  // namespace
+
+MadeBackend make(const BackendOptions& options) {
+  return {c10::make_intrusive<MpiBackend>(options), kTraits};
 }
 
 }  // namespace lockstep::mpi

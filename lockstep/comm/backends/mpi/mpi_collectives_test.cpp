@@ -74,8 +74,7 @@ std::string name_of(at::ScalarType type, Op op, int64_t count) {
   return std::string(c10::toString(type)) + " " + std::to_string(op) + " " + std::to_string(count);
 }
 
-const std::vector<int64_t> kCounts = {0,      1,          13,         500,           kPiece - 1,
-                                      kPiece, kPiece + 1, 2 * kPiece, 7 * kPiece + 3};
+const std::vector<int64_t> kCounts = {0, 1, 13, 500, kPiece + 1};
 
 TEST_F(Ranks, AllReduceOfEveryDtypeReductionAndSizeIsAtens) {
   uint64_t call = seed();
@@ -96,7 +95,7 @@ TEST_F(Ranks, SumsOfSmallIntegersWrapRound) {
   uint64_t call = seed();
   for (const auto type : {at::kChar, at::kByte, at::kShort}) {
     for (const auto op : {Op::SUM, Op::AVG, Op::PRODUCT}) {
-      for (const int64_t count : {3L, 500L, 2 * kPiece + 3}) {
+      for (const int64_t count : {3L, 500L, kPiece + 3}) {
         Tensors inputs;
         for (int r = 0; r < size(); ++r) {
           auto generator =

@@ -149,7 +149,7 @@ TEST_F(Ranks, TwoGroupsMayBeCalledInDifferentOrders) {
 TEST_F(Ranks, GroupsOfSomeRanksAreFormedByTheirMembersAlone) {
   // Neighbours overlap, so each rank is in two of these groups, and in no other.
   if (size() < 3) GTEST_SKIP() << "needs 3 ranks";
-  std::vector<c10::intrusive_ptr<MpiBackend>> mine;
+  std::vector<BackendPtr> mine;
   for (int r = 0; r < size(); ++r) {
     const std::vector<int> pair{r, (r + 1) % size()};
     if (rank() != pair[0] && rank() != pair[1]) continue;
