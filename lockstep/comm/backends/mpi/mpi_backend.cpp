@@ -378,8 +378,7 @@ class MpiBackend final : public backends::TensorBackend {
     static_cast<MpiWork&>(all).add_several("MPI_Isend", exchange);
   }
 
-  WorkPtr MpiBackend::message(Operation operation, const at::Tensor& tensor, int peer,
-                              int tag) override {
+  WorkPtr message(Operation operation, const at::Tensor& tensor, int peer, int tag) override {
     const int largest = engine_->largest_tag() - 1;  // That one is all_to_all's.
     if (tag < 0 || tag > largest)
       throw UsageError(std::string(operation_name(operation)) + ": the tag " + std::to_string(tag) +
