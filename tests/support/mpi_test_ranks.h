@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/comm/backends/mpi/mpi.h"
+#include "lockstep/comm/backends/mpi/mpi_engine.h"
 #include "lockstep/comm/native_store.h"
 #include "lockstep/comm/world.h"
 #include "tests/support/run_backends.h"
