@@ -15,5 +15,7 @@ BackendInfo info();
 /// ranks share a host it is the backend shm itself. Where each has a host of its own it is the
 /// backend gloo.
 MadeBackend make(const BackendOptions& options);
+/// This rank's host_key, and BackendOptions::host.
+std::string host_key_of(const BackendOptions& options);
 
 }  // namespace lockstep::hierarchical

@@ -73,13 +73,12 @@ shm::Meeting local_meeting(const BackendOptions& options, const HostLayout& layo
           [store] { return store->get_to_str("meeting"); }};
 }
 
-/// This rank's host_key, and BackendOptions::host.
+}  // namespace
+
 std::string host_key_of(const BackendOptions& options) {
   const std::string key = host_key();
   return options.host.empty() || key.empty() ? key : key + "/" + options.host;
 }
-
-}  // namespace
 
 c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options) {
   return part_of(options.store, "flat");
