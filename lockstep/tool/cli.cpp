@@ -229,6 +229,8 @@ struct Cli::Impl : HelpPage {
     }
     try {
       app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
+    } catch (const CLI::ArgumentMismatch&) {  // Else the next word is the value.
+      throw UsageError(args.back() + " needs a value", lists_the_flags());
     } catch (const CLI::ParseError& error) {
       throw UsageError(error.what(), lists_the_flags());
     }

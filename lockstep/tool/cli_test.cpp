@@ -152,7 +152,7 @@ TEST(Cli, BadValuesAreNamedWithWhatWasExpected) {
            {{"--lr", "-q"}, "--lr needs a value"},
            {{"--sizes", "4,,5"}, "--sizes: ''"},
            {{"--backend", "a,,b"}, "--backend: 'a,,b'"},
-           {{"--lr"}, "--lr: "},
+           {{"--lr"}, "--lr needs a value"},
            {{"--data-dir", "--lr", "3"}, "--data-dir needs a value"},
            {{"extra"}, "unexpected argument 'extra'"},
        }) {

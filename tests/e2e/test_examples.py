@@ -198,7 +198,7 @@ class Mistakes(unittest.TestCase):
         if LONG:
             self.refused(playground, "-nr", "first", says="--nr: 'first' is not a whole number of at least 0")
             self.refused(playground, "--epochs", says="--epochs needs a value")
-        self.refused(playground + "2", "-nr", 0, says="unknown flag '-nr'; did you mean '--rank'?")
+        self.refused(playground + "2", "--nr", 0, says="unknown flag '--nr'; did you mean '--rank'?")
         self.refused(playground + "2", "-s", "m.onnx", says="m.safetensors")
         self.refused(playground + "2", "--port", 70000, says="--port: '70000' is not a whole number from 1 to 65535")
         self.refused("001_tutorial/mnist", "-nr", 1, says="-nr 1 is not below -n 1")

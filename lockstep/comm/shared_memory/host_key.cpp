@@ -1,11 +1,13 @@
 #include "lockstep/comm/shared_memory/host_key.h"
 
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <fstream>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/file.h"
 
 namespace lockstep {
 
@@ -20,6 +22,7 @@ std::string host_id() {
 }
 
 std::string host_key() {
+  if (!UniqueFd(memfd_create("lockstep", MFD_CLOEXEC))) return {};
   std::error_code ignored;
   const auto processes = std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string();
   return host_id() + "/" + processes + "/" + std::to_string(geteuid());

@@ -11,7 +11,8 @@ std::string host_id();
 
 /// Equal for processes that can share memory: of one host_id, one process namespace (through whose
 /// /proc the memory is opened) and one user.
-/// Containers have keys of their own unless they share the host's processes.
+/// Containers have keys of their own unless they share the host's processes. Empty where the system
+/// refuses memory to be shared.
 std::string host_key();
 
 }  // namespace lockstep
