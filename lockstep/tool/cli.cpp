@@ -209,6 +209,10 @@ struct Cli::Impl : HelpPage {
   /// Flags, and words that are neither a flag nor its value. With `trailing` from the first of
   /// these on, else from "--" on, all is `rest`.
   Words take_apart(const std::vector<std::string>& args) {
+    for (const auto& word : args) {  // CLI11 would take the next word.
+      if (word.ends_with('=') && find(with_dashes(word.substr(0, word.size() - 1))))
+        throw UsageError(word + " needs a value", lists_the_flags());
+    }
     Words words;
     CLI::App app;
     app.set_help_flag();

@@ -148,7 +148,7 @@ TEST(Cli, BadValuesAreNamedWithWhatWasExpected) {
            {{"--lr", "nan"}, "--lr: 'nan'"},
            {{"--seed", "1.5"}, "--seed: '1.5' is not a whole number from -2^63 to 2^64 - 1"},
            {{"--seed", "18446744073709551616"}, "--seed: '18446744073709551616' is not"},
-           {{"--lr=", "--model", "mlp"}, "--lr needs a value"},
+           {{"--lr=", "--model", "mlp"}, "--lr= needs a value"},
            {{"--lr", "-q"}, "--lr needs a value"},
            {{"--sizes", "4,,5"}, "--sizes: ''"},
            {{"--backend", "a,,b"}, "--backend: 'a,,b'"},
