@@ -51,12 +51,6 @@ class FusedAdam : public Optimizer {
         eps_(options.eps.value_or(1e-8)),
         weight_decay_(options.weight_decay.value_or(name_ == "adamw" ? 0.01 : 0)),
         amsgrad_(options.amsgrad) {
-    for (const at::Tensor& p : parameters_) {
-      if (is_dense(p) && p.is_floating_point()) continue;
-      throw UsageError(name_ + ": a parameter " + c10::str(p.sizes()) + " of " +
-                           c10::toString(p.scalar_type()) + " is complex or not dense in memory",
-                       "train its real and imaginary part, or contiguous() of it");
-    }
     for (auto& members : detail::by_kind(parameters_))
       groups_.emplace_back().members = std::move(members);
   }
@@ -157,6 +151,12 @@ class FusedAdam : public Optimizer {
   }
   void add_to(Group& group, size_t index) {
     const at::Tensor& parameter = parameters_[index];
+    if (!is_dense(parameter) || !parameter.is_floating_point())
+      throw UsageError(name_ + ": parameter " + std::to_string(index) + ", " +
+                           c10::str(parameter.sizes()) + " of " +
+                           c10::toString(parameter.scalar_type()) +
+                           ", is complex or not dense in memory",
+                       "train its real and imaginary part, or contiguous() of it");
     at::Tensor gradient = ordered_gradient(parameter.grad(), parameter);
     Moments& moments = moments_[index];
     if (!moments.exp_avg.defined()) moments = fresh_moments(index);

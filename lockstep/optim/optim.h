@@ -91,13 +91,14 @@ class Optimizer {
 
 /// The optimizers:
 /// - sgd: our own, with the bits of torch.optim.SGD, and fused kernels where those give them.
-/// - adam, adamw: fused kernels, which give the bits of Python's `fused=True`.
+/// - adam, adamw: fused kernels, which give the bits of Python's `fused=True`. Their step throws
+///   UsageError for a gradient of a parameter that is complex or not dense in memory.
 /// - rmsprop, adagrad: torch::optim's.
 /// - lbfgs: torch::optim's. Its step needs a closure (`step_with`).
 ///
 /// Parameters that need no gradient are allowed. One that is there twice counts once: see
-/// unique_parameters. Throws UsageError for an unknown name (with the nearest), for no parameters,
-/// for options out of range, and for adam for parameters that are complex or not dense in memory.
+/// unique_parameters. Throws UsageError for an unknown name (with the nearest), for no parameters
+/// and for options out of range.
 std::unique_ptr<Optimizer> make_optimizer(const std::string& name,
                                           std::vector<at::Tensor> parameters,
                                           const OptimizerOptions& options);

@@ -22,8 +22,8 @@ std::unique_ptr<Optimizer> make_torch_optimizer(const std::string& name,
 /// a few units in the last place of the larger of parameter and update. The bits do not depend on
 /// the number of threads. State has the names and shapes of torch::optim's.
 ///
-/// Throws UsageError for parameters that are complex or not dense (contiguous, or channels-last and
-/// the like).
+/// `step` throws UsageError for a gradient of a parameter that is complex or not dense (contiguous,
+/// or channels-last and the like).
 std::unique_ptr<Optimizer> make_fused_adam(const std::string& name,
                                            std::vector<at::Tensor> parameters,
                                            const OptimizerOptions& options);

@@ -198,7 +198,7 @@ class Listing(unittest.TestCase):
         result = t.run(t.LOCKSTEP, "train", "--backend", "hierarchical", "--devices", 2, "--max-epochs", 1,
                        "--limit-train-batches", 3, "--limit-val-batches", 1)
         self.assertRegex(result.stdout, r"(?m)^2 ranks over hierarchical on cpu")
-        result = t.run(t.LOCKSTEP, "bench", "all-reduce", "--backend", "hierarchical", "--devices", 2, "--sizes", 4096,
+        result = t.run(t.LOCKSTEP, "bench", "allreduce", "--backend", "hierarchical", "--devices", 2, "--sizes", 4096,
                        "--steps", 5, "--rounds", 1)
         self.assertRegex(result.stdout, "hierarchical")
 

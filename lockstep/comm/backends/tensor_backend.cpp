@@ -55,8 +55,14 @@ Request TensorBackend::message_request(Operation operation, const at::Tensor& te
 
 at::ScalarType TensorBackend::reduced_dtype(Operation operation, const at::Tensor& tensor,
                                             const c10d::ReduceOp& op) const {
-  check_reduction(operation, tensor.scalar_type(), op);
-  return reduction_dtype(tensor.scalar_type(), op);
+  try {
+    check_reduction(operation, tensor.scalar_type(), op);
+    return reduction_dtype(tensor.scalar_type(), op);
+  } catch (const UsageError& error) {
+    const CallSignature call{operation, op.op_, -1, 0, {signature_of(tensor)}, {}, {}, {}};
+    throw UsageError(rank_list({getRank()}, names_->ranks) + ": " + describe(call, names_->ranks) +
+                     ": " + error.what());
+  }
 }
 
 void TensorBackend::add_all_reduces(TensorWork& work, const Tensors& data,

@@ -223,9 +223,11 @@ std::optional<Failure> CheckContext::seen_failure() const {
 
 Failure CheckContext::end_of(const std::vector<int>& ranks) {
   Failure lost, left;
+  bool is_cause = false;  // Who told in what it failed may have done so because others left.
   for (int rank : ranks) {
     const auto told = told_end(rank);
     const bool has_left = told && told->kind == Failure::Kind::left;
+    is_cause = is_cause || !told || (!has_left && told->detail.empty());
     if (has_left || (told && ended({rank}).empty())) {
       (has_left ? left : lost).add(*told);
       continue;
@@ -237,7 +239,7 @@ Failure CheckContext::end_of(const std::vector<int>& ranks) {
     } catch (const std::exception&) {  // The store is lost: that they ended is known all the same.
     }
   }
-  return lost.ranks.empty() ? left : lost;
+  return left.ranks.empty() || is_cause ? lost : left;
 }
 
 std::exception_ptr CheckContext::store_lost(const std::string& what) {
