@@ -7,6 +7,7 @@
 #include <functional>
 #include <future>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -20,13 +21,14 @@ namespace lockstep::shm {
 
 /// What tests must know of its inside.
 struct MessagesProbe {
-  const Messages& messages;
+  Messages& messages;
   int size() const { return messages.size_; }
   size_t eager_bytes() const { return messages.eager_; }
   size_t chunk_bytes() const { return messages.chunk_; }
   bool parked() const { return messages.parked_; }
-  /// Announcements that wait for their receives. No other thread may be in a call.
+  /// Announcements that wait for their receives.
   size_t unreceived() const {
+    const std::lock_guard lock(messages.mutex_);
     size_t count = 0;
     for (const auto& list : messages.arrived_) count += list.size();
     return count;

@@ -28,7 +28,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 /// 0, 1, about the eager limit, about a piece, and more than the ring.
-std::vector<size_t> sizes_of(const Messages& messages) {
+std::vector<size_t> sizes_of(Messages& messages) {
   const size_t eager = MessagesProbe{messages}.eager_bytes();
   const size_t chunk = MessagesProbe{messages}.chunk_bytes();
   return {0,         1,         23,    24,        25,        eager - 1,     eager,
