@@ -518,7 +518,7 @@ struct Parcel {
   uint64_t seed;
 };
 
-std::vector<Parcel> draw_parcels(std::mt19937_64& random, int ranks, const Messages& messages) {
+std::vector<Parcel> draw_parcels(std::mt19937_64& random, int ranks, Messages& messages) {
   const std::vector<size_t> sizes = sizes_of(messages);
   std::vector<Parcel> parcels(20 + random() % 180);
   for (auto& parcel : parcels) {
