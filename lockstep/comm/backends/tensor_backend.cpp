@@ -56,7 +56,7 @@ Request TensorBackend::message_request(Operation operation, const at::Tensor& te
 at::ScalarType TensorBackend::reduced_dtype(Operation operation, const at::Tensor& tensor,
                                             const c10d::ReduceOp& op) const {
   try {
-    check_reduction(operation, tensor.scalar_type(), op);
+    check_reduction(tensor.scalar_type(), op);
     return reduction_dtype(tensor.scalar_type(), op);
   } catch (const UsageError& error) {
     const CallSignature call{operation, op.op_, -1, 0, {signature_of(tensor)}, {}, {}, {}};

@@ -102,16 +102,20 @@ void expect_own_elements(Operation operation, const at::Tensor& output) {
   if (output._is_zerotensor()) refuse(operation, "the output has no memory", "pass output.clone()");
 }
 
-void check_reduction(Operation operation, at::ScalarType dtype, const c10d::ReduceOp& op) {
+void check_reduction(at::ScalarType dtype, const c10d::ReduceOp& op) {
   using Op = c10d::ReduceOp;
   const auto kind = op.op_;
   if (kind > Op::BXOR)
-    refuse(operation, "the reduction premul_sum is NCCL's", "scale the tensor before and use sum");
-  if (kind >= Op::BAND && !at::isIntegralType(dtype, /*includeBool=*/true))
-    refuse(operation, "bitwise reductions are for integers and bool");
-  if ((kind == Op::AVG && dtype == at::kBool) ||
-      ((kind == Op::MIN || kind == Op::MAX) && at::isComplexType(dtype)))
-    refuse(operation, "bool has no average, complex numbers have no order");
+    throw UsageError("the reduction premul_sum is NCCL's", "scale the tensor before and use sum");
+  const bool bitwise = kind >= Op::BAND;
+  const bool lacks = bitwise
+                         ? !at::isIntegralType(dtype, /*includeBool=*/true)
+                         : (kind == Op::AVG && dtype == at::kBool) ||
+                               ((kind == Op::MIN || kind == Op::MAX) && at::isComplexType(dtype));
+  if (!lacks) return;
+  throw UsageError(std::string("a reduction that dtype ") + c10::toString(dtype) + " does not have",
+                   bitwise ? "bitwise reductions are for integers and bool"
+                           : "bool has no average, complex numbers have no order");
 }
 
 void expect_count(Operation operation, const char* what, size_t count, size_t expected) {

@@ -40,7 +40,7 @@ void expect_one_dtype(Operation operation, at::TensorList some, at::TensorList o
 /// A result whose elements have memory and do not share it, as those of an expanded tensor do.
 void expect_own_elements(Operation operation, const at::Tensor& output);
 /// A reduction that the dtype has.
-void check_reduction(Operation operation, at::ScalarType dtype, const c10d::ReduceOp& op);
+void check_reduction(at::ScalarType dtype, const c10d::ReduceOp& op);
 /// As many `what` as expected.
 void expect_count(Operation operation, const char* what, size_t count, size_t expected);
 /// A rank of a group of `size`; `argument`: its name in the message.
