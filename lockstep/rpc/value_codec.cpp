@@ -16,8 +16,8 @@
 namespace lockstep::rpc::detail {
 namespace {
 
-enum class Kind : uint8_t { none, no, yes, whole, real, text, tuple, tensor };
-constexpr auto kLastKind = Kind::tensor;
+enum class Kind : uint8_t { none, no, yes, whole, real, text, tuple, tensor, again };
+constexpr auto kLastKind = Kind::again;
 
 /// A tensor's dimensions, at most.
 constexpr size_t kMostDimensions = 64;
@@ -96,9 +96,10 @@ class Encoder {
 
   bool tensor(const at::Tensor& tensor) {
     if (!is_plain(tensor) || !fits(tensor.nbytes())) return false;
-    // What two of them share is kept LibTorch's way only.
-    for (const auto* other : tensors_) {
-      if (tensor.is_alias_of(*other)) return false;
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      if (tensor.is_same(*tensors_[i])) return put_as(Kind::again, static_cast<uint32_t>(i));
+      // What two of them share is kept LibTorch's way only.
+      if (tensor.is_alias_of(*tensors_[i])) return false;
     }
     tensors_.push_back(&tensor);
     put(Kind::tensor);
@@ -171,7 +172,12 @@ class Decoder {
         if (depth <= 0) fail("values within values deeper than the limit");
         return c10::ivalue::Tuple::create(values(depth - 1));
       case Kind::tensor:
-        return tensor();
+        return tensors_.emplace_back(tensor());
+      case Kind::again: {
+        const auto number = get<uint32_t>();
+        if (number >= tensors_.size()) fail("a tensor that did not come before");
+        return tensors_[number];
+      }
     }
     fail("a value of an unknown kind");
   }
@@ -206,6 +212,7 @@ class Decoder {
   static constexpr int kEnd = static_cast<int>(kLastKind) + 1;
   const std::string_view bytes_;
   size_t at_ = 0;
+  c10::SmallVector<at::Tensor, 8> tensors_;
 };
 
 }  // namespace

@@ -19,8 +19,9 @@ struct MessageLimits {
 /// double, strings, tuples and plain tensors of the CPU. False when one is of another kind, lies
 /// deeper than the limit, or makes `bytes` larger than it. Then what was appended means nothing.
 ///
-/// A tensor is contiguous, and shares its memory with no other of the message. It arrives with
-/// memory of its own. `requires_grad` goes along, what computed the tensor does not.
+/// A tensor is contiguous, and shares its memory with no other of the message, though it may come
+/// twice. It arrives with memory of its own. `requires_grad` goes along, what computed the tensor
+/// does not.
 bool encode_values(c10::ArrayRef<at::IValue> values, const MessageLimits& limits,
                    std::string& bytes);
 
