@@ -99,8 +99,9 @@ class CheckContext {
   /// of the job's rank 0, which may hold the store.
   std::exception_ptr store_lost(const std::string& what);
   /// That these ranks have ended or left the group. Where one told before in what it failed, that
-  /// is added: the first cause may be another rank. Ranks that left after their loops count only
-  /// where no other is among these. Asks the store. Never throws.
+  /// is added: the first cause may be another rank. Ranks that left after their loops are told
+  /// where all others among these have told that they failed. Else those others are. Asks the
+  /// store. Never throws.
   Failure end_of(const std::vector<int>& ranks);
   /// The numbers of this rank and the other side of a message.
   std::vector<int> ranks_of_message(int peer) const {

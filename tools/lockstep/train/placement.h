@@ -15,10 +15,9 @@ struct ThreadChoice {
 };
 
 /// LibTorch's threads for the operations of a rank: what was asked for by --threads, else by
-/// OMP_NUM_THREADS (see users_omp_threads), else the cores in equal parts for so many ranks, at
-/// least
-/// 1. `cores` are whole ones that this process may use, within the container's quota. A second
-/// hardware thread of a core does not count, as it adds little to arithmetic.
+/// OMP_NUM_THREADS (see users_omp_threads), else the cores in equal parts for so many ranks, and
+/// never none. `cores` are whole ones that this process may use, within the container's quota. A
+/// second hardware thread of a core does not count, as it adds little to arithmetic.
 ThreadChoice choose_threads(std::optional<int64_t> asked, std::optional<int64_t> omp, int cores,
                             int ranks);
 
