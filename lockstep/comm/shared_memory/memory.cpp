@@ -110,6 +110,12 @@ std::vector<int> SharedMemory::missing() const {
   return ranks;
 }
 
+std::vector<int> SharedMemory::in_default_group(std::vector<int> ranks) const {
+  for (int& rank : ranks)
+    if (!options_.names.empty()) rank = options_.names[static_cast<size_t>(rank)];
+  return ranks;
+}
+
 void SharedMemory::meet() {
   constexpr std::chrono::milliseconds kSlice{20};
   auto& count = arrivals().count;
@@ -126,8 +132,7 @@ void SharedMemory::meet() {
     if (ranks.empty()) break;
     if (options_.look) options_.look(ranks);
     if (std::chrono::steady_clock::now() >= deadline)
-      throw TimeoutError(what() + ranks_text(ranks) + " did not come within " +
-                         seconds_text(options_.timeout));
+      throw_late(what(), in_default_group(ranks), options_.timeout);
     sleep_on(count, seen, kSlice);
   }
   memory_.reset();

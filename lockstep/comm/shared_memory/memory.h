@@ -30,6 +30,7 @@ struct MeetingOptions {
   int size = 1;
   std::chrono::milliseconds timeout{120'000};  ///< Until all have come.
   std::string group = "0";                     ///< For messages.
+  std::vector<int> names = {};  ///< The ranks' numbers in the default group. Empty: the same.
   /// Called again and again with the ranks that are waited for. May throw.
   std::function<void(const std::vector<int>& ranks)> look = {};
 };
@@ -64,6 +65,7 @@ class SharedMemory {
   Arrivals& arrivals() const { return *reinterpret_cast<Arrivals*>(mapped_); }
   UniqueFd open_memory_of_rank_0() const;
   std::vector<int> missing() const;
+  std::vector<int> in_default_group(std::vector<int> ranks) const;
   std::string what() const { return "shared memory of group '" + options_.group + "': "; }
 
   const MeetingOptions options_;

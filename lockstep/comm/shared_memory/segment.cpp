@@ -61,15 +61,32 @@ Segment::Segment(const SegmentOptions& options, const Meeting& meeting)
   mine.state.store(RankState::joined, std::memory_order_release);
   try {
     memory_.meet();
+  } catch (const CommError& error) {
+    // For ranks that have come already: this process may live on.
+    note_cause(error.failure());
+    leave();
+    throw;
   } catch (...) {
-    // Ranks that have come already are told: this process may live on.
-    mine.state.store(RankState::left, std::memory_order_seq_cst);
+    leave();
     throw;
   }
 }
 
 Segment::~Segment() {
-  record(rank_).state.store(RankState::left, std::memory_order_seq_cst);
+  leave();
+}
+
+void Segment::leave(int64_t rounds) noexcept {
+  RankRecord& mine = record(rank_);
+  if (rounds > 0) mine.rounds.store(rounds, std::memory_order_relaxed);
+  mine.state.store(RankState::left, std::memory_order_seq_cst);
+}
+
+void Segment::note_cause(const Failure& cause) noexcept {
+  RankRecord& mine = record(rank_);
+  if (mine.caused.load(std::memory_order_relaxed) != 0) return;
+  store_failure(mine.cause, cause);
+  mine.caused.store(1, std::memory_order_release);
 }
 
 RankRecord& Segment::record(int rank) const {

@@ -47,8 +47,6 @@ struct alignas(64) RankRecord {
   std::atomic<int64_t> rounds;   ///< Of its program's loop, written when it leaves.
   std::array<char, 232> identity;
   cpu_set_t processors;  ///< On which it may run. Empty: not known, as on more than 1024.
-  /// The end of another rank that made the first of this rank's messages fail. If this rank ends
-  /// over it, the others learn why.
   std::array<char, 512> cause;
 };
 
@@ -90,6 +88,11 @@ class Segment {
   int size() const { return size_; }
   SegmentHeader& header() const { return *header_; }
   RankRecord& record(int rank) const;
+  /// Tells the others that this rank calls nothing any more, after `rounds` of its program's loop.
+  void leave(int64_t rounds = 0) noexcept;
+  /// For the others, if this rank leaves over it: why its meeting failed, or the end of another
+  /// rank that made one of its messages fail. The first counts.
+  void note_cause(const Failure& cause) noexcept;
   /// Whether the rank's process has ended. Never blocks.
   bool has_ended(int rank) const;
   size_t slot_bytes() const { return slot_bytes_; }

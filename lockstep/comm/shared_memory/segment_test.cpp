@@ -56,7 +56,9 @@ TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
   std::promise<std::string> told;
   std::atomic<bool> gives_up{false};
   options.look = [&](const std::vector<int>&) {
-    if (gives_up) throw PeerLostError("rank 2 has ended");
+    if (!gives_up) return;
+    constexpr auto kEnded = Failure::Kind::ended;
+    throw PeerLostError("rank 2 has ended", {}, {.kind = kEnded, .ranks = {{2, kEnded}}});
   };
   std::thread first([&] {
     EXPECT_THROW(Segment(options, {[&](const std::string& text) { told.set_value(text); }, {}}),
@@ -70,14 +72,19 @@ TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
   gives_up = true;
   first.join();
   EXPECT_EQ(segment.record(0).state.load(), RankState::left);
+  EXPECT_EQ(segment.record(0).caused.load(), 1u);
+  const auto cause = read_failure(segment.record(0).cause);
+  EXPECT_TRUE(cause && cause->concerns(2));
 }
 
 TEST(Segment, TheTimeOutEndsBothSides) {
   const std::chrono::milliseconds soon(50);
   const Meeting alone{[](const std::string&) {}, [] { return std::string(); }};
-  const Outcome first = outcome_of([&] { Segment(options_of(0, soon), alone); });
+  SegmentOptions options = options_of(0, soon);
+  options.names = {4, 7};
+  const Outcome first = outcome_of([&] { Segment(options, alone); });
   EXPECT_TRUE(first.is<TimeoutError>()) << first.text();
-  EXPECT_THAT(first.text(), HasSubstr("rank 1 did not come"));
+  EXPECT_TRUE(first.failure().concerns(7));
   EXPECT_TRUE(outcome_of([&] { Segment(options_of(1, soon), alone); }).is<TimeoutError>());
 }
 

@@ -22,7 +22,7 @@ constexpr std::chrono::milliseconds kWriting{100};
 
 SharedGroup::SharedGroup(SharedGroupOptions options, const Meeting& meeting)
     : segment_(options.segment, meeting),
-      names_(std::move(options.names)),
+      names_(std::move(options.segment.names)),
       judge_(std::move(options.judge)) {
   for (int rank = static_cast<int>(names_.size()); rank < size(); ++rank) names_.push_back(rank);
 }
@@ -224,13 +224,6 @@ std::shared_ptr<const Failure> SharedGroup::noted_cause(int rank) const {
   if (record.caused.load(std::memory_order_acquire) == 0) return nullptr;
   const auto cause = read_failure(record.cause);
   return cause ? std::make_shared<const Failure>(*cause) : nullptr;
-}
-
-void SharedGroup::note_cause(const Failure& cause) noexcept {
-  auto& record = segment_.record(rank());
-  if (record.caused.load(std::memory_order_relaxed) != 0) return;
-  store_failure(record.cause, cause);
-  record.caused.store(1, std::memory_order_release);
 }
 
 Failure::Rank SharedGroup::member(int rank, Failure::Kind kind) const {

@@ -36,8 +36,6 @@ enum class Waiter : uint8_t { caller, thread };
 
 struct SharedGroupOptions {
   SegmentOptions segment;
-  /// Names of the ranks in messages: their numbers in the default group; empty: the same.
-  std::vector<int> names;
   /// From all ranks' `Call::encoded`: which ranks differ in what.
   std::function<Failure(const std::vector<std::string>&)> judge;
 };
@@ -101,10 +99,7 @@ class SharedGroup {
   /// Fails the group for all ranks. Does nothing when it has failed before. Never blocks.
   void fail(const Failure& failure) noexcept;
   /// Tells the others that this rank calls nothing any more, after `rounds` of its program's loop.
-  void leave(int64_t rounds = 0) noexcept {
-    segment_.record(rank()).rounds.store(rounds, std::memory_order_relaxed);
-    segment_.record(rank()).state.store(RankState::left, std::memory_order_seq_cst);
-  }
+  void leave(int64_t rounds = 0) noexcept { segment_.leave(rounds); }
   bool failed() const {
     return segment_.header().board.state.load(std::memory_order_acquire) != FailureBoard::empty;
   }
@@ -128,10 +123,8 @@ class SharedGroup {
   std::vector<Failure::Rank> members(const std::vector<int>& ranks, Failure::Kind kind) const;
   /// How a rank that is gone went, and over what.
   Failure end_of(int rank) const;
-  /// Over what a rank's message failed. Null when none did.
+  /// Segment::note_cause of a rank. Null where it has noted none.
   std::shared_ptr<const Failure> noted_cause(int rank) const;
-  /// Of this rank, for the others. The first counts.
-  void note_cause(const Failure& cause) noexcept;
 
  private:
   enum class Known : uint8_t { unknown, no, yes };

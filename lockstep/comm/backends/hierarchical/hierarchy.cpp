@@ -63,7 +63,7 @@ shm::SharedGroupOptions local_options(const BackendOptions& options, const HostL
   local.segment.timeout = options.timeout;
   local.segment.group = options.group_name;
   local.segment.look = look_of(options, layout.mine());
-  local.names = picked(names_of(options)->ranks, layout.mine());
+  local.segment.names = picked(names_of(options)->ranks, layout.mine());
   return local;
 }
 

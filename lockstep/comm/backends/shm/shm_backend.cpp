@@ -31,7 +31,7 @@ SharedGroupOptions group_options(const BackendOptions& options) {
   group.segment.group = options.group_name;
   group.segment.look = options.look;
   group.segment.message_bytes = ring_bytes(options.size);
-  group.names = options.global_ranks;
+  group.segment.names = options.global_ranks;
   group.judge = [names = options.global_ranks,
                  name = options.group_name](const std::vector<std::string>& encoded) {
     std::vector<CallSignature> calls;
@@ -192,7 +192,7 @@ std::shared_ptr<const Region> ShmBackend::make_region(size_t part_bytes, const s
   meeting.ask = [this, key] {
     return store_->check({key}) ? store_->get_to_str(key) : std::string();
   };
-  MeetingOptions wish{getRank(), getSize(), timeout(), names()->group};
+  MeetingOptions wish{getRank(), getSize(), timeout(), names()->group, group_.names()};
   wish.look = [&](const std::vector<int>& ranks) { group_.look_after(ranks, asked); };
   return std::make_shared<const Region>(wish, part_bytes, meeting);
 }
