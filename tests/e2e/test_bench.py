@@ -1,5 +1,6 @@
 """lockstep bench and lockstep env through the binary: what they print is what was measured."""
 
+import contextlib
 import functools
 import json
 import os
@@ -348,8 +349,8 @@ class Bench(unittest.TestCase):
             job = subprocess.Popen([t.LOCKSTEP, "bench", "step", "--devices", "2", "--steps", "1000000000"],
                                    env=t.clean_environment(TMPDIR=folder), stderr=subprocess.PIPE)
             try:
-                t.wait_until(lambda: len(children_of(job.pid)) == 2, what="two ranks")
-                ranks = children_of(job.pid)
+                t.wait_until(lambda: len(ranks_below(folder)) == 2, what="two ranks")
+                ranks = ranks_below(folder)
                 job.send_signal(signal.SIGINT)
                 job.communicate(timeout=60)
             finally:
@@ -473,11 +474,15 @@ class Profile(unittest.TestCase):
             self.assertIn(words, result.stderr)
 
 
-def children_of(pid):
-    try:
-        return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return []
+def ranks_below(folder):
+    """Workers of a bench whose files are in the folder."""
+    found = []
+    for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = file.read_text().split("\0")
+            if words[1:3] == ["bench", "worker"] and str(folder) in words[3]:
+                found.append(int(file.parent.name))
+    return found
 
 
 class Env(unittest.TestCase):

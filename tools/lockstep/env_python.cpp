@@ -2,14 +2,12 @@
 
 #include <ATen/Version.h>
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 #include "tools/lockstep/process.h"
 
 namespace lockstep::tool {
@@ -21,6 +19,7 @@ constexpr const char* kProbe = R"(
 import importlib.metadata, importlib.util, json, os, sys
 found = importlib.util.find_spec("torch")
 print(json.dumps({
+    "path": sys.executable,
     "version": ".".join(map(str, sys.version_info[:3])),
     "torch": importlib.metadata.version("torch") if found else "",
     "folder": os.path.realpath(os.path.dirname(found.origin)) if found and found.origin else "",
@@ -31,20 +30,14 @@ constexpr const char* kHowToGetPython =
     "run scripts/setup.sh, which makes a virtual environment with torch, or set LOCKSTEP_PYTHON to "
     "a python3 that can import torch";
 
-std::optional<fs::path> in_path(const std::string& name) {
-  for (const auto& folder : split(env_string("PATH").value_or("/usr/bin:/bin"), ':')) {
-    const fs::path candidate = fs::path(folder) / name;
-    if (!folder.empty() && ::access(candidate.c_str(), X_OK) == 0) return candidate;
-  }
-  return std::nullopt;
-}
-
+/// None where it does not run.
 std::optional<PythonFound> probe(const fs::path& python) {
-  const auto result = run_process({{python.string(), "-c", kProbe}}, std::chrono::seconds(30));
+  const auto result = run_process({python.string(), "-c", kProbe}, {}, std::chrono::seconds(30));
   if (result.status != 0) return std::nullopt;
   const auto answer = nlohmann::json::parse(result.out, nullptr, false);
   if (!answer.is_object()) return std::nullopt;
   PythonFound found{python, answer.value("version", ""), answer.value("torch", "")};
+  if (!python.has_parent_path()) found.path = answer.value("path", "");  // It was found in PATH.
   std::error_code ignored;
   found.linked_torch = answer.value("folder", "") == fs::canonical(libtorch_folder(), ignored);
   return found;
@@ -68,12 +61,8 @@ std::optional<PythonFound> find_python() {
   }
   // .../venv/lib/python3.x/site-packages/torch
   const fs::path prefix = libtorch_folder().parent_path().parent_path().parent_path().parent_path();
-  const fs::path beside = prefix / "bin" / "python3";
-  if (::access(beside.c_str(), X_OK) == 0) {
-    if (auto found = probe(beside)) return found;
-  }
-  if (const auto python = in_path("python3")) return probe(*python);
-  return std::nullopt;
+  if (auto found = probe(prefix / "bin" / "python3")) return found;
+  return probe("python3");
 }
 
 PythonFound require_python_with_torch() {

@@ -10,13 +10,6 @@
 
 namespace lockstep::tool {
 
-/// A program to run: an argv (argv[0] is looked up in PATH) and variables added to the environment.
-/// An empty value removes the variable.
-struct ProcessSpec {
-  std::vector<std::string> argv;
-  std::map<std::string, std::string> env = {};
-};
-
 struct ProcessResult {
   int status = 0;          ///< The exit code, or 128 + the number of the signal that ended it.
   std::string out;         ///< Standard output, whole.
@@ -25,9 +18,9 @@ struct ProcessResult {
   int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
 };
 
-/// While it lives, INT, TERM and HUP do not end this process at once. `run_processes` ends its
-/// children and throws InterruptedError, so that temporary files go too. For the main thread,
-/// before other threads are started. These inherit it.
+/// While it lives, INT, TERM and HUP do not end this process at once. `run_process` ends its child
+/// and throws InterruptedError, so that temporary files go too. For the main thread, before other
+/// threads are started. These inherit it.
 class OrderlyInterrupts {
  public:
   OrderlyInterrupts();
@@ -39,16 +32,14 @@ class OrderlyInterrupts {
   sigset_t before_;
 };
 
-/// Runs programs side by side to their ends and returns their results in the same order. When one
-/// fails or the time is up, the others get TERM and, two seconds later, KILL. A time-out throws
-/// TimeoutError naming the command. They get TERM too when this process dies. Results of programs
-/// that failed are returned, not thrown. Throws SystemError when one cannot be started, and
-/// InterruptedError (see OrderlyInterrupts).
-std::vector<ProcessResult> run_processes(const std::vector<ProcessSpec>& specs,
-                                         std::chrono::milliseconds timeout);
-
-/// The same for one program.
-ProcessResult run_process(const ProcessSpec& spec, std::chrono::milliseconds timeout);
+/// Runs a command, whose program is looked up in PATH, with these variables in the environment; an
+/// empty value removes one. When the time is up it gets TERM and, two seconds later, KILL, and
+/// TimeoutError names the command. It gets TERM too when this process dies. A command that fails is
+/// returned, not thrown. Throws SystemError when none can be started, and InterruptedError (see
+/// OrderlyInterrupts).
+ProcessResult run_process(const std::vector<std::string>& command,
+                          const std::map<std::string, std::string>& variables = {},
+                          std::chrono::milliseconds timeout = std::chrono::minutes(10));
 
 /// Throws Error with the program's name, its status and its last lines of standard error unless it
 /// ended with 0.

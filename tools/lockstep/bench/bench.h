@@ -106,19 +106,19 @@ class BenchRunner {
   /// The same of run_ranks. Python is a side only if it has a twin of this work.
   Sides in_turns(const std::string& what, const BenchRow& config, bool has_twin = true);
 
-  /// Runs a bench's worker, or Python's script of that name, as config["ranks"] fresh processes
-  /// that meet by a file. Returns rank 0's result. `config` holds `kind`, the bench's name,
+  /// Runs a bench's worker, or Python's script of that name, as config["ranks"] ranks of `lockstep
+  /// run`, or of mpirun, that meet by a file. Returns rank 0's result. `config` holds `kind`, the bench's name,
   /// `ranks`, `backend` and what the worker reads.
   BenchRow run_ranks(bool with_python, BenchRow config);
   /// Runs one command of ours. Throws when it fails.
-  ProcessResult run_whole(const std::string& what, std::vector<std::string> command) const;
+  ProcessResult run_whole(const std::string& what, const std::vector<std::string>& command) const;
   /// Runs one of Python's scripts, by itself or under a launcher, whose words come first. In its
-  /// configuration it gets `result`, a file, and `init_method`. Once the file is written a crash is
-  /// only told of.
+  /// configuration it gets `result`, a file, and `init_method`.
   std::pair<ProcessResult, BenchRow> run_python(const std::string& what, const std::string& script,
                                                 BenchRow config,
                                                 std::vector<std::string> launcher = {});
-  /// The words of such a script, and of a torchrun of so many ranks.
+  /// The words of such a script, without what we have chosen for OpenMP, and of a torchrun of so
+  /// many ranks.
   std::vector<std::string> python_command(const std::string& script, const BenchRow& config) const;
   std::vector<std::string> torchrun(int64_t ranks, const std::vector<std::string>& flags) const;
   /// The seconds of a torchrun of launch.py.

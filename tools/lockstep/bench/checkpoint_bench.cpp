@@ -69,9 +69,8 @@ double seconds_of(const ProcessGroup& group, const Run& run) {
 /// As many bytes as all ranks write, by the tool that disks are measured with.
 void run_dd(const fs::path& file, int64_t bytes) {
   const auto result =
-      run_process({{"dd", "if=/dev/zero", "of=" + file.string(), "bs=1M", "iflag=count_bytes",
-                    "count=" + std::to_string(bytes), "conv=fsync"}},
-                  std::chrono::minutes(10));
+      run_process({"dd", "if=/dev/zero", "of=" + file.string(), "bs=1M", "iflag=count_bytes",
+                   "count=" + std::to_string(bytes), "conv=fsync"});
   expect_success("dd", result);
 }
 

@@ -1,8 +1,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
-#include <csignal>
 #include <set>
 
 #include "lockstep/base/env.h"
@@ -18,46 +16,22 @@
 namespace lockstep::tool {
 namespace {
 
-/// Longer than any sensible run of one side of a round.
-constexpr auto kRunTimeout = std::chrono::minutes(10);
-
-/// What processes have written. Throws when one has failed.
-BenchRow taken_result(const std::string& what, const std::vector<ProcessResult>& results,
-                      const std::string& file) {
-  // The first that failed by itself says more than those that were then ended.
-  const ProcessResult* failed = nullptr;
-  for (const auto& one : results) {
-    if (one.status != 0 && (!failed || failed->status == 128 + SIGTERM)) failed = &one;
-  }
-  if (failed) expect_success(what, *failed);
-  return BenchRow::parse(read_file(file));
-}
-
-/// The environment of a rank: our launcher's variables and nobody else's. Rank -1: of no rank.
-std::map<std::string, std::string> rank_environment(int64_t rank, int64_t ranks, int threads,
-                                                    bool with_python) {
-  std::map<std::string, std::string> env;
+/// The environment of what we start: no rank's, and without what a launcher or scheduler has set.
+std::map<std::string, std::string> launch_environment(int threads) {
+  std::map<std::string, std::string> env = {
+      {"OMP_NUM_THREADS", std::to_string(threads)}, {"PYTHONDONTWRITEBYTECODE", "1"},
+      {"RANK", ""}, {"LOCAL_RANK", ""}, {"WORLD_SIZE", ""}, {"LOCAL_WORLD_SIZE", ""}};
   for (char** entry = environ; *entry; ++entry) {
     const std::string name = std::string(*entry).substr(0, std::string(*entry).find('='));
-    for (const char* prefix : {"TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_", "MASTER_", "GROUP_"}) {
+    for (const char* prefix :
+         {"TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_", "MASTER_", "GROUP_", "PET_"}) {
       if (name.starts_with(prefix)) env[name] = "";
     }
   }
-  for (const char* name : {"RANK", "LOCAL_RANK"}) env[name] = rank < 0 ? "" : std::to_string(rank);
-  for (const char* name : {"WORLD_SIZE", "LOCAL_WORLD_SIZE"}) {
-    env[name] = rank < 0 ? "" : std::to_string(ranks);
-  }
-  env["OMP_NUM_THREADS"] = std::to_string(threads);
   // Gloo in Python looks for an interface by the host's name, ours takes loopback: the same for
   // all.
   if (!env_string("GLOO_SOCKET_IFNAME")) env["GLOO_SOCKET_IFNAME"] = "lo";
-  env["PYTHONDONTWRITEBYTECODE"] = "1";
-  if (with_python) launch::forget_omp_waiting(env);  // What we chose for ourselves.
   return env;
-}
-
-int64_t own_rank() {
-  return env_int("RANK").value_or(env_int("OMPI_COMM_WORLD_RANK").value_or(0));
 }
 
 }  // namespace
@@ -144,19 +118,14 @@ std::vector<std::string> worker_command(const BenchRow& config) {
 int run_worker(const std::string& text) {
   const auto config = nlohmann::json::parse(text);
   const PlainJson result = bench_named(config.at("kind")).worker(config);
-  if (own_rank() == 0 && !result.is_null())
+  if (read_job_environment().rank == 0 && !result.is_null())
     write_file_atomically(config.at("result").get<std::string>(), result.dump());
   return 0;
 }
 
 World join_group(const PlainJson& config) {
-  // The runner has started all ranks on this host; they meet by a file.
-  JobEnvironment job;
-  job.rank = job.local_rank = static_cast<int>(own_rank());
-  job.world_size = job.local_size = config.at("ranks");
-  job.single_host = true;
   // Threads are those of OMP_NUM_THREADS, which the runner sets.
-  apply(choose_placement({}, config.at("bind_to"), job));
+  apply(choose_placement({}, config.at("bind_to"), read_job_environment()));
   return init({.backend = config.at("backend"), .init_method = config.at("init_method")});
 }
 
@@ -172,8 +141,7 @@ bool BenchRunner::python_has_lockstep() const {
   if (!python_) return false;
   // Not by the name of the module: a folder of that name in the working folder would do.
   const std::string look = "import importlib.metadata as m; m.version('lockstep')";
-  return run_process({{python_->path.string(), "-c", look}, {}}, std::chrono::minutes(1)).status ==
-         0;
+  return run_process({python_->path.string(), "-c", look}).status == 0;
 }
 
 std::vector<std::string> BenchRunner::sides() const {
@@ -203,7 +171,13 @@ Sides BenchRunner::in_turns(const std::string& what, const BenchRow& config, boo
 
 std::vector<std::string> BenchRunner::python_command(const std::string& script,
                                                      const BenchRow& config) const {
-  return {python_->path.string(), (folder_.path() / script).string(), config.dump()};
+  std::vector<std::string> words = {"env"};
+  std::map<std::string, std::string> ours;
+  launch::forget_omp_waiting(ours);  // Python is to be measured without it.
+  for (const auto& variable : ours) words.insert(words.end(), {"-u", variable.first});
+  words.insert(words.end(),
+               {python_->path.string(), (folder_.path() / script).string(), config.dump()});
+  return words;
 }
 
 std::string BenchRunner::fresh(const std::string& what) {
@@ -218,23 +192,20 @@ BenchRow BenchRunner::run_ranks(bool with_python, BenchRow config) {
   const std::string kind = config.at("kind");
   static const std::set<std::string> kPythonToo{"nccl", "lockstep", "alone"};
   if (with_python && !kPythonToo.contains(config["backend"])) config["backend"] = "gloo";
-  const auto command = with_python ? python_command(kind + ".py", config) : worker_command(config);
-  std::vector<ProcessSpec> specs;
+  auto command = with_python ? python_command(kind + ".py", config) : worker_command(config);
   if (config["backend"] == "mpi") {
-    specs.push_back(
-        {under_mpirun(ranks, command), rank_environment(-1, 0, options.threads, false)});
+    command = under_mpirun(ranks, command);
+  } else {
+    command.insert(command.begin(), {"--bind-to", "none"});  // A worker of ours binds itself.
+    command = under_run(ranks, command);
   }
-  for (int64_t rank = 0; rank < ranks && config["backend"] != "mpi"; ++rank) {
-    specs.push_back({command, rank_environment(rank, ranks, options.threads, with_python)});
-  }
-  const std::string what = (with_python ? "Python's " : "") + kind + " benchmark";
-  return taken_result(what, run_processes(specs, kRunTimeout), config["result"]);
+  run_whole((with_python ? "Python's " : "") + kind + " benchmark", command);
+  return BenchRow::parse(read_file(config["result"]));
 }
 
 ProcessResult BenchRunner::run_whole(const std::string& what,
-                                     std::vector<std::string> command) const {
-  const auto env = rank_environment(-1, 0, options.threads, /*with_python=*/false);
-  auto result = run_process({std::move(command), env}, kRunTimeout);
+                                     const std::vector<std::string>& command) const {
+  auto result = run_process(command, launch_environment(options.threads));
   expect_success(what, result);
   return result;
 }
@@ -247,10 +218,8 @@ std::pair<ProcessResult, BenchRow> BenchRunner::run_python(const std::string& wh
   config["result"] = fresh("result");
   const auto command = python_command(script, config);
   launcher.insert(launcher.end(), command.begin(), command.end());
-  const auto env = rank_environment(-1, 0, options.threads, /*with_python=*/true);
-  auto run = run_process({std::move(launcher), env}, kRunTimeout);
-  BenchRow result = taken_result(what, {run}, config["result"]);
-  return {std::move(run), std::move(result)};
+  auto run = run_whole(what, launcher);
+  return {std::move(run), BenchRow::parse(read_file(config["result"]))};
 }
 
 std::vector<std::string> BenchRunner::torchrun(int64_t ranks,
