@@ -1,5 +1,4 @@
 // What liblockstep_cli.so offers: subcommands, and a store for `run`.
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -32,26 +31,18 @@ constexpr Row kCommands[] = {
 }  // namespace
 }  // namespace lockstep::tool
 
-void* lockstep_cli_host_store(int listen_fd) {
-  return new std::shared_ptr<void>(
-      lockstep::tcp_store({.is_listener = true, .listen_fd = listen_fd}).native());
+void lockstep_cli_host_store(int listen_fd, std::shared_ptr<void>& store) {
+  store = lockstep::tcp_store({.is_listener = true, .listen_fd = listen_fd}).native();
 }
 
-void lockstep_cli_release_store(void* store) {
-  delete static_cast<std::shared_ptr<void>*>(store);
-}
-
-void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size) {
-  lockstep::unpacked_files()[path] = {static_cast<const std::byte*>(content), size};
-}
-
-int lockstep_cli_main(int argc, char** argv) {
+int lockstep_cli_main(const std::vector<std::string>& words,
+                      const lockstep::tool::UnpackedFiles& unpacked) {
   using namespace lockstep::tool;
-  const std::string name = argc > 1 ? argv[1] : "";
-  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
+  lockstep::unpacked_files() = unpacked;
+  const std::string& name = words.front();
   return run_guarded("lockstep " + name, [&] {
     for (const auto& row : kCommands) {
-      if (name == row.name) return row.command(args);
+      if (name == row.name) return row.command({words.begin() + 1, words.end()});
     }
     throw lockstep::UsageError("unknown command '" + name + "'");
   });

@@ -1,32 +1,41 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
 
-/// What liblockstep_cli.so, which holds everything that needs LibTorch, offers to the thin binary
-/// that loads it.
+#include "lockstep/launch/host_agent.h"
+#include "run_options.h"
+
+namespace lockstep::tool {
+
+/// By the path of a data file that is compressed: its content. See DatasetOptions::unpacked.
+using UnpackedFiles = std::map<std::filesystem::path, std::span<const std::byte>>;
+
+}  // namespace lockstep::tool
+
+/// What the libraries beside the thin binary offer it. They are of the same build.
 extern "C" {
 
-/// The subcommands other than `run` and `bench`. argv[1] is the subcommand's name. Returns the exit
-/// code.
-int lockstep_cli_main(int argc, char** argv);
+/// In liblockstep_cli.so, which holds everything that needs LibTorch: the subcommands other than
+/// `run` and `bench`. The subcommand's name comes first. Returns the exit code.
+int lockstep_cli_main(const std::vector<std::string>& words,
+                      const lockstep::tool::UnpackedFiles& unpacked);
 
-/// In liblockstep_bench.so: `bench`. The arguments and the result are those of lockstep_cli_main.
-int lockstep_bench_main(int argc, char** argv);
+/// In liblockstep_bench.so: `bench`, likewise.
+int lockstep_bench_main(const std::vector<std::string>& words);
 
-/// The content of a data file, for the subcommand to come. It must live until
-/// lockstep_cli_main has returned.
-void lockstep_cli_offer_unpacked(const char* path, const void* content, size_t size);
+/// In liblockstep_cli.so: serves a TCPStore on a bound and listening socket, whose descriptor it
+/// takes over, for as long as `store` lives. Throws CommError.
+void lockstep_cli_host_store(int listen_fd, std::shared_ptr<void>& store);
 
-/// Serves a TCPStore on a bound and listening socket, whose descriptor it takes over, until
-/// lockstep_cli_release_store. Throws CommError.
-void* lockstep_cli_host_store(int listen_fd);
-void lockstep_cli_release_store(void* store);
-
-/// In liblockstep_hosts.so: a launch::HostAgent for the RunOptions at `options`, until
-/// lockstep_hosts_leave. Throws UsageError for settings that cannot be, CommError where the
-/// registry's port is taken.
-void* lockstep_hosts_join(const void* options);
-void lockstep_hosts_leave(void* agent);
+/// In liblockstep_hosts.so: this host's part in a job of several. Throws UsageError for settings
+/// that cannot be, CommError where the registry's port is taken.
+void lockstep_hosts_join(const lockstep::tool::RunOptions& options,
+                         std::shared_ptr<lockstep::launch::HostAgent>& agent);
 
 }  // extern "C"

@@ -134,10 +134,10 @@ elastic::ServedStore serve_workers_store(const std::string& address) {
 }  // namespace lockstep::tool
 
 /// Serves the registry by which hosts agree, too, where that is this host's to do.
-void* lockstep_hosts_join(const void* run_options) {
+void lockstep_hosts_join(const lockstep::tool::RunOptions& options,
+                         std::shared_ptr<lockstep::launch::HostAgent>& agent) {
   using namespace lockstep;
   using namespace lockstep::tool;
-  const RunOptions& options = *static_cast<const RunOptions*>(run_options);
   const auto token = elastic::read_token(options.meeting.token_file, kTokenVariable).value_or("");
   elastic::RunnerOptions runner;
   runner.agent = agent_options(options);
@@ -147,9 +147,5 @@ void* lockstep_hosts_join(const void* run_options) {
   runner.serve_store = [address = own_address(options)] { return serve_workers_store(address); };
   runner.say = [](const std::string& text) { log_info("lockstep run: " + text); };
   auto registry = elastic::connect_registry(registry_options(options, token));
-  return elastic::run_agent(std::move(runner), std::move(registry)).release();
-}
-
-void lockstep_hosts_leave(void* agent) {
-  delete static_cast<lockstep::launch::HostAgent*>(agent);
+  agent = elastic::run_agent(std::move(runner), std::move(registry));
 }

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "entry.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/launch/omp_waiting.h"
@@ -17,8 +16,6 @@ namespace lockstep::tool {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr const char* kMissingBesideTrain = "`make build` builds it; `make train` does not need it";
 
 const std::string kVersion = LOCKSTEP_LIBTORCH_VERSION;  ///< "2.13": ABI differs between them.
 
@@ -85,7 +82,7 @@ void load_libtorch() {
 
 /// A library beside the binary: in the build tree in ../lib, installed in the library folder.
 /// Never unloaded: LibTorch's threads and registrations do not survive that.
-void* load_library(const std::string& name, const std::string& if_missing) {
+void* load_library(const std::string& name) {
   launch::choose_omp_waiting();  // OpenMP, which comes with LibTorch, reads it when it is loaded.
   const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
   std::string tried;
@@ -100,42 +97,16 @@ void* load_library(const std::string& name, const std::string& if_missing) {
     throw Error("cannot load " + path.string() + ": " + dlerror(),
                 "was LibTorch updated since the build? Build again");
   }
-  throw Error(name + " is missing; looked for " + tried, if_missing);
-}
-
-void* symbol_in(const std::string& library, const std::string& if_missing, const char* name) {
-  if (void* found = dlsym(load_library(library, if_missing), name)) return found;
-  throw Error(library + " is of another version than this binary: it lacks " + name);
-}
-
-template <class Function>
-Function* symbol(const char* name) {
-  return reinterpret_cast<Function*>(library_symbol(name));
+  throw Error(name + " is missing; looked for " + tried,
+              name == "liblockstep_cli.so" ? "the binary belongs into bin/ beside that folder"
+                                           : "`make build` builds it; `make train` does not need it");
 }
 
 }  // namespace
 
-void* library_symbol(const char* name) {
-  return symbol_in("liblockstep_cli.so", "the binary belongs into bin/ beside that folder", name);
-}
-
-void* bench_symbol(const char* name) {
-  return symbol_in("liblockstep_bench.so", kMissingBesideTrain, name);
-}
-
-std::shared_ptr<void> serve_store(int listen_fd) {
-  auto* host = symbol<decltype(lockstep_cli_host_store)>("lockstep_cli_host_store");
-  auto* release = symbol<decltype(lockstep_cli_release_store)>("lockstep_cli_release_store");
-  return {host(listen_fd), release};
-}
-
-std::shared_ptr<launch::HostAgent> join_job(const RunOptions& options) {
-  const auto find = [](const char* name) {
-    return symbol_in("liblockstep_hosts.so", kMissingBesideTrain, name);
-  };
-  auto* join = reinterpret_cast<decltype(&lockstep_hosts_join)>(find("lockstep_hosts_join"));
-  auto* leave = reinterpret_cast<decltype(&lockstep_hosts_leave)>(find("lockstep_hosts_leave"));
-  return {static_cast<launch::HostAgent*>(join(&options)), leave};
+void* library_symbol(const std::string& library, const char* name) {
+  if (void* found = dlsym(load_library(library), name)) return found;
+  throw Error(library + " is of another version than this binary: it lacks " + name);
 }
 
 }  // namespace lockstep::tool

@@ -362,7 +362,12 @@ void run_here(const RunOptions& options, LogFolders& logs,
     }
     logs.begin(attempt, options.nproc);
     auto plan = plan_of(layout);
-    plan.serve = [&] { return serve_store(listener.release()); };
+    plan.serve = [&] {
+      std::shared_ptr<void> store;
+      library_function<decltype(lockstep_cli_host_store)>(
+          "liblockstep_cli.so", "lockstep_cli_host_store")(listener.release(), store);
+      return store;
+    };
     plan.generation_folder = logs.generations();
     return plan;
   };
@@ -373,7 +378,9 @@ void run_here(const RunOptions& options, LogFolders& logs,
 void run_with_others(const RunOptions& options, LogFolders& logs,
                      const std::function<launch::LaunchPlan(const launch::RankLayout&)>& plan_of,
                      EventLog& events) {
-  const auto agent = join_job(options);
+  std::shared_ptr<launch::HostAgent> agent;
+  library_function<decltype(lockstep_hosts_join)>("liblockstep_hosts.so", "lockstep_hosts_join")(
+      options, agent);
   int attempt = 0;
   launch::launch(*agent, options.signals, [&](const launch::HostGeneration& generation) {
     logs.begin(attempt++, options.nproc);

@@ -9,9 +9,8 @@
 #include <fstream>
 #include <future>
 #include <memory>
-#include <optional>
+#include <span>
 
-#include "entry.h"
 #include "library.h"
 #include "lockstep/base/heap.h"
 #include "lockstep/data/content_reader.h"
@@ -50,35 +49,30 @@ std::vector<fs::path> packed_files(const Words& words) {
   return packed;
 }
 
-struct Unpacked {
-  std::string path;
-  std::unique_ptr<std::byte[]> content;
-  size_t size = 0;
-};
-
-/// None where the file is no gzip file, or too large.
-std::optional<Unpacked> unpacked(const fs::path& path) {
+/// Of a gzip file that is not too large, the content, which lives as long as the process. Else
+/// empty.
+std::span<const std::byte> unpacked(const fs::path& path) {
   ContentReader reader(path);
-  if (!reader.compressed()) return std::nullopt;
+  if (!reader.compressed()) return {};
   // The content's size ends the file.
   std::array<uint8_t, 4> end{};
   std::ifstream file(path, std::ios::binary);
   file.seekg(-static_cast<std::streamoff>(end.size()), std::ios::end);
   file.read(reinterpret_cast<char*>(end.data()), end.size());
   const size_t size = end[0] | end[1] << 8 | end[2] << 16 | size_t{end[3]} << 24;
-  if (size > std::min(kMost, reader.remaining_limit())) return std::nullopt;
-  Unpacked result{path.string(), std::unique_ptr<std::byte[]>(new std::byte[size]), size};
-  reader.read_exact(result.content.get(), size, "the content");
+  if (size > std::min(kMost, reader.remaining_limit())) return {};
+  std::unique_ptr<std::byte[]> content(new std::byte[size]);
+  reader.read_exact(content.get(), size, "the content");
   reader.expect_end();
-  return result;
+  return {content.release(), size};
 }
 
 /// Those of the files that can be unpacked.
-std::vector<Unpacked> unpack(const std::vector<fs::path>& paths) {
-  std::vector<Unpacked> files;
+UnpackedFiles unpack(const std::vector<fs::path>& paths) {
+  UnpackedFiles files;
   for (const auto& path : paths) {
     try {
-      if (auto file = unpacked(path)) files.push_back(std::move(*file));
+      if (const auto content = unpacked(path); !content.empty()) files[path] = content;
     } catch (const std::exception&) {
       // Also no memory. Reading the file meets the same, and says it.
     }
@@ -89,17 +83,11 @@ std::vector<Unpacked> unpack(const std::vector<fs::path>& paths) {
 }  // namespace
 
 int run_from_library(const std::vector<std::string>& words) {
-  std::vector<std::string> all = {"lockstep"};
-  all.insert(all.end(), words.begin(), words.end());
-  std::vector<char*> argv;
-  for (auto& word : all) argv.push_back(word.data());
-  argv.push_back(nullptr);
   launch::choose_omp_waiting();  // Before there is a thread of ours to be taken for others' work.
   grow_heap_in_huge_pages(kLoadedLibTorch);
   if (words[0] == "bench") {
-    auto* bench =
-        reinterpret_cast<decltype(&lockstep_bench_main)>(bench_symbol("lockstep_bench_main"));
-    return bench(static_cast<int>(all.size()), argv.data());
+    return library_function<decltype(lockstep_bench_main)>("liblockstep_bench.so",
+                                                           "lockstep_bench_main")(words);
   }
   // While LibTorch is loaded, which takes longer. Ranks that are forks of this process then share
   // the content. Ranks that are executed (with CUDA or OMP_PROC_BIND, or under `lockstep run`) each
@@ -107,12 +95,9 @@ int run_from_library(const std::vector<std::string>& words) {
   const auto paths = packed_files(words);
   auto ahead =
       std::async(paths.empty() ? std::launch::deferred : std::launch::async, unpack, paths);
-  auto* run = reinterpret_cast<decltype(&lockstep_cli_main)>(library_symbol("lockstep_cli_main"));
-  auto* offer = reinterpret_cast<decltype(&lockstep_cli_offer_unpacked)>(
-      library_symbol("lockstep_cli_offer_unpacked"));
-  const std::vector<Unpacked> files = ahead.get();
-  for (const auto& file : files) offer(file.path.c_str(), file.content.get(), file.size);
-  return run(static_cast<int>(all.size()), argv.data());
+  auto* run =
+      library_function<decltype(lockstep_cli_main)>("liblockstep_cli.so", "lockstep_cli_main");
+  return run(words, ahead.get());
 }
 
 }  // namespace lockstep::tool

@@ -438,8 +438,9 @@ int bench_command(const std::vector<std::string>& args) {
 }  // namespace
 }  // namespace lockstep::tool
 
-int lockstep_bench_main(int argc, char** argv) {
+int lockstep_bench_main(const std::vector<std::string>& words) {
   using namespace lockstep::tool;
-  const std::vector<std::string> args(argv + std::min(argc, 2), argv + argc);
-  return run_guarded("lockstep bench", [&] { return bench_command(args); });
+  return run_guarded("lockstep bench", [&] {
+    return bench_command({words.begin() + 1, words.end()});
+  });
 }
