@@ -128,11 +128,6 @@ std::optional<std::string> value_of_flag(const std::vector<std::string>& words,
   return value;
 }
 
-void check_range(const std::string& name, double value, Range range) {
-  if (in_range(value, range)) return;
-  throw UsageError(name + " is " + number_text(value) + "; it must be " + range_text(range));
-}
-
 struct Cli::Impl : HelpPage {
   std::string group = "Options";
   std::vector<std::string>* trailing = nullptr;
@@ -406,6 +401,17 @@ void Cli::defaults_from_environment(const std::string& prefix) {
     } catch (const UsageError& error) {
       throw UsageError("environment variable " + variable + ", the default of " + error.what());
     }
+  }
+}
+
+void Cli::configure(const std::string& name, const std::string& value, const std::string& where) {
+  try {
+    OptionInfo* const info = impl_->find(name);
+    if (!info) impl_->unknown_flag(name);
+    if (info->placeholder.empty()) expect_one_of(name, value, {"true", "false"});
+    if (!info->placeholder.empty() || value == "true") impl_->give(*info, value);
+  } catch (const UsageError& error) {
+    throw UsageError(where + ": " + error.what());
   }
 }
 

@@ -24,9 +24,6 @@ inline constexpr const char* kFlagTable = "--flag-table";
 /// As the only argument it has, with "VERSION,DATE" behind it, a command print its page for man(1).
 inline constexpr std::string_view kManPage = "--man-page=";
 
-/// Throws UsageError, "NAME is 0; it must be at least 1", unless the number is in the range.
-void check_range(const std::string& name, double value, Range range);
-
 /// What a flag is given in these words, as "--flag value" or "--flag=value"; the last one counts.
 std::optional<std::string> value_of_flag(const std::vector<std::string>& words,
                                          const std::string& flag);
@@ -95,6 +92,9 @@ class Cli {
   /// Before `parse`, whose words win: values of the options so far from variables such as
   /// PET_MAX_RESTARTS, with the prefix "PET_". Throws UsageError, which names the variable.
   void defaults_from_environment(const std::string& prefix);
+  /// Before `parse`, likewise: the value that a configuration file has for "--lr", of a flag without
+  /// a value "true" or "false". Throws UsageError, which begins with `where`.
+  void configure(const std::string& name, const std::string& value, const std::string& where);
   /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
   /// command then returns 0. "--help files" prints the heading alone that has a word which begins
   /// so. Throws UsageError.

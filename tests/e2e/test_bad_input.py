@@ -209,13 +209,13 @@ class Configuration(BadInput):
 
     def test_unknown_keys_and_wrong_values(self):
         path = self.write("model = 'mlp'\nmax-epoch = 3\n")
-        self.refuse(("train", "--config", path), 2, f"{path}, line 2: unknown key 'max-epoch'; did you mean 'max-epochs'?")
-        self.refuse(("train", "--config", self.write("lr = 'x'")), 2, "line 1: lr must be a number")
+        self.refuse(("train", "--config", path), 2, f"{path}, line 2: unknown flag '--max-epoch'; did you mean '--max-epochs'?")
+        self.refuse(("train", "--config", self.write("lr = 'x'")), 2, "line 1: --lr: 'x' is not a number")
         path = self.write("lr = 1\nmodel = 'mpl'")
-        self.refuse(("train", "--config", path), 2, f"{path}, line 2: model: unknown value 'mpl'; expected one of mlp",
+        self.refuse(("train", "--config", path), 2, f"{path}, line 2: --model: unknown value 'mpl'; expected one of mlp",
                     "did you mean 'mlp'?")
         path = self.write("\nbatch-size = 0")
-        self.refuse(("train", "--config", path), 2, f"{path}, line 2: batch-size is 0; it must be at least 1")
+        self.refuse(("train", "--config", path), 2, f"{path}, line 2: --batch-size: '0' is not a whole number of at least 1")
         path = self.write("lr = = 2")
         self.refuse(("train", "--config", path), 2, f"{path}, line 1: this is no TOML", "hint:")
         self.refuse(("train", "--config", "/none.toml"), 2, "--config /none.toml: ", "No such file", "hint:")

@@ -3,6 +3,7 @@
 #include <toml++/toml.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -77,50 +78,6 @@ std::string key_of(const Flag& flag) {
   return flag.name.substr(2);
 }
 
-template <class T>
-struct Unwrapped {
-  using type = T;
-};
-template <class T>
-struct Unwrapped<std::optional<T>> {
-  using type = T;
-};
-
-template <class T>
-const char* expected_text() {
-  if constexpr (std::is_same_v<T, std::string>) return "a text in quotes";
-  if constexpr (std::is_same_v<T, bool>) return "true or false";
-  if constexpr (std::is_same_v<T, double>) return "a number";
-  return "a whole number";
-}
-
-template <class T>
-std::optional<T> value_of(const toml::node& node) {
-  if constexpr (std::is_same_v<T, double>) {
-    if (node.is_boolean()) return std::nullopt;
-    return node.value<double>();
-  } else if constexpr (std::is_same_v<T, uint64_t>) {
-    const auto value = node.value_exact<int64_t>();
-    return value ? std::optional(static_cast<uint64_t>(*value)) : std::nullopt;
-  } else {
-    return node.value_exact<T>();
-  }
-}
-
-void set(RunConfig& config, const Flag& flag, const toml::node& node, const std::string& key) {
-  std::visit(
-      [&](auto member) {
-        using T = Unwrapped<std::decay_t<decltype(config.*member)>>::type;
-        auto value = value_of<T>(node);
-        if constexpr (std::is_same_v<T, int64_t>) {
-          if (flag.may_be_auto && node.value_exact<std::string>() == "auto") value = kAuto;
-        }
-        if (!value) throw UsageError(key + " must be " + expected_text<T>());
-        config.*member = *value;  // NOLINT(bugprone-optional-value-conversion): not all are.
-      },
-      flag.field);
-}
-
 toml::table parsed(const std::filesystem::path& path) {
   constexpr size_t kMost = size_t{1} << 20;
   try {
@@ -169,28 +126,6 @@ std::string plain_text(const Flag& flag, const RunConfig& config) {
 bool is_default(const Flag& flag, const RunConfig& config) {
   static const RunConfig kDefaults;
   return toml_text(flag, config) == toml_text(flag, kDefaults);
-}
-
-/// What can be said of a value by itself. `name` is the flag's, or a key's with file and line.
-void check_value(const Flag& flag, const RunConfig& config, const std::string& name) {
-  if (is_default(flag, config)) return;
-  std::visit(
-      [&](auto member) {
-        const auto& value = config.*member;
-        using T = std::decay_t<decltype(value)>;
-        if constexpr (std::is_same_v<T, std::string>) {
-          if (!flag.choices.empty()) expect_one_of(name, value, flag.choices);
-          if (flag.check) flag.check(name, value);
-        } else if constexpr (std::is_same_v<T, int64_t>) {
-          if (!flag.may_be_auto || value != kAuto)
-            tool::check_range(name, static_cast<double>(value), flag.range);
-        } else if constexpr (std::is_arithmetic_v<T>) {
-          tool::check_range(name, static_cast<double>(value), flag.range);
-        } else {
-          tool::check_range(name, static_cast<double>(*value), flag.range);
-        }
-      },
-      flag.field);
 }
 
 bool counts(const Flag& flag, const RunConfig& config) {
@@ -313,23 +248,69 @@ StrategyOptions strategy_options(const RunConfig& config) {
   return options;
 }
 
+void add_flags(tool::Cli& cli, RunConfig& config, const std::vector<std::string>& groups) {
+  for (const Flag& flag : train_flags()) {
+    const bool is_wanted = std::find(groups.begin(), groups.end(), flag.group) != groups.end();
+    if (!groups.empty() && !is_wanted) continue;
+    cli.group(flag.group);
+    cli.also_called(flag.name, flag.also_called);
+    std::visit(
+        [&](auto member) {
+          auto& value = config.*member;
+          using T = std::decay_t<decltype(value)>;
+          if constexpr (std::is_same_v<T, bool>) {
+            cli.flag(flag.name, value, flag.help);
+          } else if constexpr (std::is_same_v<T, uint64_t>) {
+            cli.seed(flag.name, value, flag.help);
+          } else if constexpr (std::is_same_v<T, int64_t>) {
+            if (!flag.may_be_auto) return cli.option(flag.name, value, flag.help, flag.range);
+            cli.custom(flag.name, "N|auto", flag.help,
+                       value == kAuto ? "auto" : std::to_string(value),
+                       [&value, &flag](const std::string& text) {
+                         if (text == "auto") {
+                           value = kAuto;
+                           return;
+                         }
+                         const auto number = parse_int(text);
+                         const auto [least, most] = flag.range;
+                         if (!number || !(*number >= least && *number <= most))
+                           throw UsageError(flag.name + ": '" + text +
+                                            "' is neither auto nor a whole number from " +
+                                            std::to_string(std::llround(least)) + " to " +
+                                            std::to_string(std::llround(most)));
+                         value = *number;
+                       });
+          } else if constexpr (!std::is_same_v<T, std::string>) {
+            cli.option(flag.name, value, flag.help, flag.range);
+          } else if (flag.check) {  // Also of an empty text.
+            cli.custom(flag.name, flag.placeholder, flag.help, value,
+                       [&value, &flag](const std::string& text) {
+                         flag.check(flag.name, text);
+                         value = text;
+                       });
+          } else if (flag.choices.empty()) {
+            cli.option(flag.name, value, flag.help, flag.placeholder);
+          } else {
+            cli.choice(flag.name, value, flag.choices, flag.help);
+          }
+        },
+        flag.field);
+    if (!flag.line.empty() && groups.empty()) cli.common(flag.name, flag.line);
+  }
+}
+
 void read_config(const std::filesystem::path& path, RunConfig& config) {
-  for (const auto& [name, node] : parsed(path)) {
+  tool::Cli cli("lockstep train", {});
+  add_flags(cli, config);
+  for (const auto& [key, node] : parsed(path)) {
     const std::string where = path.string() + ", line " + std::to_string(node.source().begin.line);
-    const std::string wanted = tool::with_dashes("--" + std::string(name.str()));
-    const Flag* const flag = find_flag(wanted);
-    if (!flag) {
-      std::vector<std::string> keys;
-      for (const Flag& known : train_flags()) keys.push_back(key_of(known));
-      const auto meant = did_you_mean(wanted.substr(2), keys);
-      throw UsageError(where + ": unknown key '" + std::string(name.str()) + "'" +
-                           (meant.empty() ? "" : "; " + meant),
-                       "keys are the flags' names, as 'lockstep train --help' lists them, without "
-                       "dashes before");
+    std::ostringstream value;
+    if (const auto text = node.value_exact<std::string>()) {
+      value << *text;
+    } else {
+      value << toml::node_view<const toml::node>(node);
     }
-    const std::string key = where + ": " + key_of(*flag);
-    set(config, *flag, node, key);
-    check_value(*flag, config, key);
+    cli.configure(tool::with_dashes("--" + std::string(key.str())), value.str(), where);
   }
 }
 
@@ -377,10 +358,7 @@ std::map<std::string, std::string> settings_of_all_ranks(const RunConfig& config
 }
 
 void check_config(const RunConfig& config) {
-  for (const Flag& flag : train_flags()) {
-    check_value(flag, config, flag.name);
-    refuse_if_it_does_not_count(flag, config);
-  }
+  for (const Flag& flag : train_flags()) refuse_if_it_does_not_count(flag, config);
   if (config.global_batch_size && config.batch_size != RunConfig().batch_size) {
     throw UsageError("--global-batch-size and --batch-size are both given",
                      "give one: the other follows from it and the number of ranks");

@@ -97,10 +97,14 @@ std::map<std::string, std::string> hyperparameters_of(const RunConfig& config);
 /// What a strategy is told.
 StrategyOptions strategy_options(const RunConfig& config);
 
-/// Sets what a TOML file names. Keys are the flags' names with dashes or underscores, in no table.
-/// Throws UsageError with file and line when it is no TOML, for an unknown key (with those that may
-/// be meant) and for a value that the key cannot have; also when there is no such file, or one of
-/// more than 1 MiB.
+/// The flags of these groups; empty: all, with a short help of the common ones. They write into
+/// `config`.
+void add_flags(tool::Cli& cli, RunConfig& config, const std::vector<std::string>& groups = {});
+
+/// Gives flags the values that a TOML file has for them. Keys are the flags' names with dashes or
+/// underscores, in no table. Throws UsageError with file and line when it is no TOML, for an unknown
+/// key (with those that may be meant) and for a value that the flag cannot have; also when there is
+/// no such file, or one of more than 1 MiB.
 void read_config(const std::filesystem::path& path, RunConfig& config);
 
 /// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values are
@@ -115,8 +119,8 @@ std::map<std::string, std::string> settings_of(const RunConfig& config);
 /// What every rank must have been told alike.
 std::map<std::string, std::string> settings_of_all_ranks(const RunConfig& config);
 
-/// Checks what needs neither data nor devices: names, ranges, combinations. Throws UsageError
-/// naming the flag, with the names that may be meant for an unknown word.
+/// Checks which flags go together, as far as that needs neither data nor devices. Throws UsageError
+/// naming the flags.
 void check_config(const RunConfig& config);
 
 }  // namespace lockstep

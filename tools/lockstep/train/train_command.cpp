@@ -27,7 +27,7 @@ int train_command(const std::vector<std::string>& args) {
   if (!config_file.empty()) read_config(config_file, config);
   Cli cli("lockstep train", "Trains a model over several processes.");
   add_examples(cli);
-  add_flags(cli, config, {"Model and data", "Processes", "Training", "Files", "Output"});
+  add_flags(cli, config);
   cli.option(
       "--config", config_file,
       "Read flags from a TOML file (max-epochs = 3). Flags on the command line take precedence. "

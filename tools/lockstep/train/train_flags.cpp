@@ -28,54 +28,6 @@
 
 namespace lockstep::tool {
 
-void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& groups) {
-  for (const Flag& flag : train_flags()) {
-    if (std::find(groups.begin(), groups.end(), flag.group) == groups.end()) continue;
-    cli.group(flag.group);
-    cli.also_called(flag.name, flag.also_called);
-    std::visit(
-        [&](auto member) {
-          auto& value = config.*member;
-          using T = std::decay_t<decltype(value)>;
-          if constexpr (std::is_same_v<T, bool>) {
-            cli.flag(flag.name, value, flag.help);
-          } else if constexpr (std::is_same_v<T, uint64_t>) {
-            cli.seed(flag.name, value, flag.help);
-          } else if constexpr (std::is_same_v<T, int64_t>) {
-            if (!flag.may_be_auto) return cli.option(flag.name, value, flag.help, flag.range);
-            cli.custom(flag.name, "N|auto", flag.help,
-                       value == kAuto ? "auto" : std::to_string(value),
-                       [&value, &flag](const std::string& text) {
-                         if (text == "auto") {
-                           value = kAuto;
-                           return;
-                         }
-                         const auto number = parse_int(text);
-                         if (!number)
-                           throw UsageError(flag.name + ": '" + text +
-                                            "' is neither auto nor a whole number");
-                         value = *number;
-                         check_range(flag.name, static_cast<double>(value), flag.range);
-                       });
-          } else if constexpr (!std::is_same_v<T, std::string>) {
-            cli.option(flag.name, value, flag.help, flag.range);
-          } else if (flag.check) {  // Also of an empty text.
-            cli.custom(flag.name, flag.placeholder, flag.help, value,
-                       [&value, &flag](const std::string& text) {
-                         flag.check(flag.name, text);
-                         value = text;
-                       });
-          } else if (flag.choices.empty()) {
-            cli.option(flag.name, value, flag.help, flag.placeholder);
-          } else {
-            cli.choice(flag.name, value, flag.choices, flag.help);
-          }
-        },
-        flag.field);
-    if (!flag.line.empty() && groups.size() > 2) cli.common(flag.name, flag.line);
-  }
-}
-
 namespace {
 
 /// A variable that was left behind, or --devices in a configuration file, would surprise silently.

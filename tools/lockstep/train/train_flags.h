@@ -15,10 +15,6 @@ class ElasticJob;
 
 namespace lockstep::tool {
 
-/// The flags of these groups of train_flags(). They write into `config`. A command that has more
-/// than two groups has a short help of their common flags.
-void add_flags(Cli& cli, RunConfig& config, const std::vector<std::string>& groups);
-
 /// Puts a number in the place of --devices auto, and checks the configuration: check_config.
 void finish_config(RunConfig& config);
 
