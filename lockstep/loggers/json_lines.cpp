@@ -1,14 +1,11 @@
 #include <fcntl.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <cmath>
 #include <optional>
-#include <thread>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -42,20 +39,16 @@ std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
   return kept;
 }
 
-/// Whether `fd` is what the name stands for, now that it is locked: another run may have replaced
-/// the file meanwhile.
-bool is_in_place(int fd, const fs::path& path) {
-  struct stat held {
-  }, named{};
-  return ::fstat(fd, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
-         held.st_dev == named.st_dev && held.st_ino == named.st_ino;
-}
-
 /// Standard output or error, where the name stands for that: /dev/stdout, or the file it goes to.
 /// Opened anew it would have an offset of its own, and each would overwrite the other's lines.
 std::optional<int> standard_stream(const fs::path& path) {
-  for (const int fd : {STDOUT_FILENO, STDERR_FILENO})
-    if (is_in_place(fd, path)) return fd;
+  struct stat held {
+  }, named{};
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fstat(fd, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
+        held.st_dev == named.st_dev && held.st_ino == named.st_ino)
+      return fd;
+  }
   return std::nullopt;
 }
 
@@ -79,7 +72,6 @@ class JsonLines : public detail::JsonRows {
 
  private:
   void open();
-  void lock();
   fs::path path_;
   bool only_metrics_;
   UniqueFd fd_;
@@ -110,30 +102,10 @@ void JsonLines::open() {
     if (!fd_) throw SystemError("cannot write metrics file " + path_.string(), errno);
     return;
   }
-  bool done = false;
-  while (!done) {
-    fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-    if (!fd_) {
-      throw SystemError("cannot write metrics file " + path_.string(), errno,
-                        "check that its folder exists and that you may write there");
-    }
-    if (!is_file_of_its_own(path_)) return;
-    lock();
-    done = is_in_place(fd_.get(), path_);
-  }
-}
-
-/// A process that was just killed takes a moment to end. Where the file system has no locks, the
-/// file stays open to all.
-void JsonLines::lock() {
-  constexpr std::chrono::seconds kPatience{2};
-  const auto deadline = std::chrono::steady_clock::now() + kPatience;
-  while (::flock(fd_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-    if (std::chrono::steady_clock::now() >= deadline) {
-      throw Error("another process writes to metrics file " + path_.string(),
-                  "wait until that run has ended, or give this one another file");
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  fd_.reset(::open(path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
+  if (!fd_) {
+    throw SystemError("cannot write metrics file " + path_.string(), errno,
+                      "check that its folder exists and that you may write there");
   }
 }
 

@@ -120,14 +120,6 @@ TEST_F(MetricsRows, AResumedRunReplacesTheFileInOneStep) {
   EXPECT_THAT(places(), ElementsAre("train 50 1", "train 100 2"));
 }
 
-TEST_F(MetricsRows, AFileThatAnotherRunWritesToIsRefusedAndLeftAlone) {
-  const Lines file = begun();
-  log(file, 50, 0);
-  EXPECT_THAT([&] { begun(); },
-              testing::ThrowsMessage<Error>(HasSubstr("another process writes to metrics file")));
-  EXPECT_THAT(places(), ElementsAre("train 50 1"));
-}
-
 TEST_F(MetricsRows, APipeIsOnlyWrittenTo) {
   ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
   const UniqueFd reader(::open(path_.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));

@@ -55,8 +55,8 @@ class Logger {
 /// - of `log_hyperparameters` and of a failure: split "run", "hyperparameters" or "failure".
 ///
 /// A number that is not finite is written as null. `begin` keeps the rows up to where the run goes
-/// on, and overwrites an earlier run with a warning. While the logger lives no other one can open
-/// the file: that throws Error. A device, a pipe or /dev/stdout is only written to.
+/// on, and overwrites an earlier run with a warning. Two runs at a time need two files. A device, a
+/// pipe or /dev/stdout is only written to.
 struct JsonLinesOptions {
   std::filesystem::path path;  ///< In a folder that is there: runs/a/metrics.jsonl.
   bool only_metrics = false;   ///< Only rows of `log` for the splits other than "run".
