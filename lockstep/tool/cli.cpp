@@ -20,7 +20,6 @@
 #include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/tool/cli_help.h"
-#include "lockstep/tool/man_page.h"
 
 namespace lockstep::tool {
 namespace {

@@ -81,4 +81,9 @@ std::string wrapped(const std::string& text, const Wrapping& how);
 /// go on end in a backslash.
 std::string example_lines(const std::string& command, const std::string& what, size_t width);
 
+/// The help page of a command such as "lockstep train" as a page for man(1). `release` is
+/// "0.1.0,2026-12-31".
+std::string man_page(const std::string& command, const std::string& summary,
+                     const std::string& help, const std::string& release);
+
 }  // namespace lockstep::tool

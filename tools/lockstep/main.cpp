@@ -16,7 +16,6 @@
 #include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/cli_help.h"
-#include "lockstep/tool/man_page.h"
 
 namespace {
 
