@@ -4,31 +4,35 @@
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <arpa/inet.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netinet/in.h>
 #include <sys/utsname.h>
 #include <torch/headeronly/version.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <map>
 #include <thread>
 
+#include "commands.h"
 #include "env_python.h"
 #include "lockstep/amp/half_support.h"
 #include "lockstep/base/cores.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/heap.h"
+#include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backend_registry.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/launch/omp_waiting.h"
+#include "lockstep/tool/cli.h"
 #include "tools/lockstep/mnist_folder.h"
 #include "tools/lockstep/train/placement.h"
 
@@ -145,15 +149,11 @@ Json devices_report() {
 }
 
 std::string address_text(const sockaddr* address) {
-  char text[INET6_ADDRSTRLEN] = "";
-  if (address->sa_family == AF_INET) {
-    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address);
-    ::inet_ntop(AF_INET, &v4->sin_addr, text, sizeof text);
-  } else if (address->sa_family == AF_INET6) {
-    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(address);
-    ::inet_ntop(AF_INET6, &v6->sin6_addr, text, sizeof text);
-  }
-  return text;
+  const bool is_v4 = address->sa_family == AF_INET;
+  if (!is_v4 && address->sa_family != AF_INET6) return {};
+  sockaddr_storage storage{};
+  std::memcpy(&storage, address, is_v4 ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
+  return numeric_text(storage);
 }
 
 Json interfaces_report() {
@@ -263,8 +263,7 @@ std::string utc_now() {
   return text;
 }
 
-}  // namespace
-
+/// What the command says, in the order in which it says it.
 Json environment_report() {
   const auto python = find_python();
   Json backends = Json::array();
@@ -290,6 +289,52 @@ Json environment_report() {
   report["data"] = {{"mnist", mnist_folder()}};
   report["missing"] = missing_report(python);
   return report;
+}
+
+/// A value that has no names within it.
+std::string text_of(const std::string& name, const Json& value) {
+  if (value.is_boolean()) return value.get<bool>() ? "yes" : "no";
+  if (value.is_number_integer() && name.ends_with("bytes")) return human_bytes(value);
+  if (value.is_array()) {
+    std::string all;
+    for (const Json& one : value) all += (all.empty() ? "" : ", ") + text_of("", one);
+    return all.empty() ? "none" : all;
+  }
+  const std::string text = value.is_string() ? value.get<std::string>() : value.dump();
+  return text.empty() || value.is_null() ? "none" : text;
+}
+
+/// A line for each value, and below a line what is in it.
+std::string lines_of(const Json& report, const std::string& indent) {
+  std::string text;
+  for (const auto& [name, value] : report.items()) {
+    const std::string begin = indent + (report.is_array() ? "-" : name);
+    const bool is_list = value.is_array() && !value.empty() && value[0].is_object();
+    if (value.is_object() || is_list) {
+      text += begin + "\n" + lines_of(value, indent + "  ");
+    } else {
+      text += begin + std::string(begin.size() < 24 ? 24 - begin.size() : 1, ' ') +
+              text_of(name, value) + "\n";
+    }
+  }
+  return text;
+}
+
+}  // namespace
+
+int env_command(const std::vector<std::string>& args) {
+  bool json = false;
+  Cli cli("lockstep env",
+          "Shows what this machine and this build offer: versions, backends, devices, network "
+          "interfaces, the launcher's variables, and what is missing and how to get it.");
+  cli.flag("--json", json, "One JSON object on standard output");
+  cli.example("lockstep env", "Read it, or put it into a bug report");
+  cli.example("lockstep env --json | jq .backends", "For a script");
+  if (!cli.parse(args)) return 0;
+
+  const Json report = environment_report();
+  print(json ? report.dump(2) + "\n" : lines_of(report, ""));
+  return 0;
 }
 
 Json machine_context() {
