@@ -131,8 +131,9 @@ bool is_default(const Flag& flag, const RunConfig& config) {
 bool counts(const Flag& flag, const RunConfig& config) {
   const auto& [other, values] = flag.only_with;
   if (other.empty()) return true;
-  const std::string value = plain_text(*find_flag(other), config);
-  return std::find(values.begin(), values.end(), value) != values.end();
+  const auto words = split(plain_text(*find_flag(other), config), ',');
+  return std::find_first_of(words.begin(), words.end(), values.begin(), values.end()) !=
+         words.end();
 }
 
 /// A flag that nobody would look at is a mistake.
@@ -146,20 +147,13 @@ void refuse_if_it_does_not_count(const Flag& flag, const RunConfig& config) {
 }
 
 void check_loggers(const RunConfig& config) {
-  const bool has_events = has_logger(config, "tensorboard");
-  const bool needs_folder = has_events || has_logger(config, "jsonl");
+  const bool needs_folder = has_logger(config, "tensorboard") || has_logger(config, "jsonl");
   if (needs_folder && config.log_dir.empty()) {
     throw UsageError("--logger " + config.logger + " needs --log-dir, the folder to write to",
                      "--log-dir runs/a");
   }
-  const auto expect_owner = [&](const std::string& name, const std::string& owner, bool is_given) {
-    if (!is_given && !is_default(*find_flag(name), config))
-      throw UsageError(name + " is for " + owner + ", which is not given");
-  };
-  expect_owner("--log-dir", "--logger jsonl or tensorboard", needs_folder);
-  expect_owner("--log-histograms", "--logger tensorboard", has_events);
-  expect_owner("--prometheus-address", "--logger prometheus", has_logger(config, "prometheus"));
-  expect_owner("--dashboard-address", "--dashboard", config.dashboard);
+  if (!config.dashboard && config.dashboard_address != RunConfig().dashboard_address)
+    throw UsageError("--dashboard-address is for --dashboard, which is not given");
 }
 
 double default_lr(const RunConfig& config) {

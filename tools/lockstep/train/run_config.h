@@ -49,7 +49,7 @@ struct Flag {
       std::variant<std::string RunConfig::*, bool RunConfig::*, int64_t RunConfig::*,
                    uint64_t RunConfig::*, double RunConfig::*, std::optional<int64_t> RunConfig::*,
                    std::optional<double> RunConfig::*>;
-  /// A flag that counts only with some values of another one. Without these it is refused.
+  /// A flag that counts only where another one has one of these words. Else it is refused.
   struct OnlyWith {
     std::string flag = {};  ///< "--strategy"; empty: it always counts.
     std::vector<std::string> values = {};
