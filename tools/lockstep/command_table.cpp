@@ -8,7 +8,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/tool/cli.h"
-#include "train/model_and_data.h"
+#include "train/make_train_task.h"
 
 namespace lockstep::tool {
 namespace {

@@ -2,16 +2,25 @@
 
 #include <c10/core/MemoryFormat.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <map>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "lockstep/comm/world.h"
+#include "lockstep/data/dataset.h"
 #include "lockstep/data/loader.h"
 #include "lockstep/train/model_training.h"
 #include "tools/lockstep/train/run_config.h"
 
 namespace lockstep {
+
+/// DatasetOptions::unpacked of this process: what the thin binary has unpacked while it loaded this
+/// library. Filled before a subcommand runs, and only read then.
+std::map<std::filesystem::path, std::span<const std::byte>>& unpacked_files();
 
 /// Optimizer steps of an epoch of a training loader.
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
