@@ -134,17 +134,6 @@ struct Cli::Impl : HelpPage {
   bool all_help_asked = false;
   std::map<std::string, std::string> other_words;  // of other tools, and the flag for each
 
-  OptionInfo& add(const std::string& names, const std::string& placeholder, const std::string& help,
-                  const std::string& shown_default) {
-    OptionInfo& info = options.emplace_back();
-    info.names = split(names, ',');
-    info.placeholder = placeholder;
-    info.help = help;
-    info.shown_default = shown_default;
-    info.group = group;
-    return info;
-  }
-
   OptionInfo* find(const std::string& name) {
     for (auto& info : options) {
       if (info.has(name)) return &info;
@@ -164,12 +153,6 @@ struct Cli::Impl : HelpPage {
     for (const auto& info : options)
       names.insert(names.end(), info.names.begin(), info.names.end());
     return names;
-  }
-
-  void add_value(const std::string& names, const std::string& placeholder, const std::string& help,
-                 const std::string& shown_default,
-                 const std::function<void(const std::string&)>& set) {
-    add(names, placeholder, help, shown_default).set = set;
   }
 
   [[noreturn]] void unknown_flag(const std::string& word) const {
@@ -276,13 +259,12 @@ void Cli::example(const std::string& command_line, const std::string& what) {
 }
 
 void Cli::flag(const std::string& names, bool& value, const std::string& help) {
-  impl_->add_value(names, "", help, "", [&value](const std::string&) { value = true; });
+  custom(names, "", help, "", [&value](const std::string&) { value = true; });
 }
 
 void Cli::option(const std::string& names, std::string& value, const std::string& help,
                  const std::string& placeholder) {
-  impl_->add_value(names, placeholder, help, value,
-                   [&value](const std::string& text) { value = text; });
+  custom(names, placeholder, help, value, [&value](const std::string& text) { value = text; });
 }
 
 template <class T>
@@ -290,11 +272,11 @@ void Cli::option(const std::string& names, T& value, const std::string& help, Ra
   const auto name = split(names, ',').back();
   const std::optional shown = value;
   using Number = decltype(shown)::value_type;
-  impl_->add_value(names, std::is_floating_point_v<Number> ? "X" : "N", help,
-                   shown ? number_text(static_cast<double>(*shown)) : "",
-                   [&value, name, range](const std::string& text) {
-                     value = parse_number<Number>(name, text, range);
-                   });
+  custom(names, std::is_floating_point_v<Number> ? "X" : "N", help,
+         shown ? number_text(static_cast<double>(*shown)) : "",
+         [&value, name, range](const std::string& text) {
+           value = parse_number<Number>(name, text, range);
+         });
 }
 template void Cli::option(const std::string&, int&, const std::string&, Range);
 template void Cli::option(const std::string&, int64_t&, const std::string&, Range);
@@ -304,26 +286,25 @@ template void Cli::option(const std::string&, std::optional<int64_t>&, const std
 template void Cli::option(const std::string&, std::optional<double>&, const std::string&, Range);
 void Cli::seed(const std::string& names, uint64_t& value, const std::string& help) {
   const auto name = split(names, ',').back();
-  impl_->add_value(names, "N", help, std::to_string(value),
-                   [&value, name](const std::string& text) { value = parse_seed(name, text); });
+  custom(names, "N", help, std::to_string(value),
+         [&value, name](const std::string& text) { value = parse_seed(name, text); });
 }
 
 void Cli::option(const std::string& names, std::optional<std::string>& value,
                  const std::string& help, const std::string& placeholder) {
-  impl_->add_value(names, placeholder, help, value.value_or(""),
-                   [&value](const std::string& text) { value = text; });
+  custom(names, placeholder, help, value.value_or(""),
+         [&value](const std::string& text) { value = text; });
 }
 
 void Cli::list(const std::string& names, std::vector<std::string>& values, const std::string& help,
                const std::string& placeholder) {
   const auto name = split(names, ',').back();
-  impl_->add_value(names, placeholder, help, join(values, ","),
-                   [&values, name](const std::string& text) {
-                     values = split(text, ',');
-                     for (const auto& value : values) {
-                       if (value.empty()) bad_value(name, text, "a comma-separated list");
-                     }
-                   });
+  custom(names, placeholder, help, join(values, ","), [&values, name](const std::string& text) {
+    values = split(text, ',');
+    for (const auto& value : values) {
+      if (value.empty()) bad_value(name, text, "a comma-separated list");
+    }
+  });
 }
 
 void Cli::list(const std::string& names, std::vector<int64_t>& values, const std::string& help,
@@ -331,28 +312,31 @@ void Cli::list(const std::string& names, std::vector<int64_t>& values, const std
   std::vector<std::string> shown;
   for (const auto value : values) shown.push_back(std::to_string(value));
   const auto name = split(names, ',').back();
-  impl_->add_value(names, "N1,N2", help, join(shown, ","),
-                   [&values, name, range](const std::string& text) {
-                     values.clear();
-                     for (const auto& part : split(text, ',')) {
-                       values.push_back(parse_number<int64_t>(name, part, range));
-                     }
-                   });
+  custom(names, "N1,N2", help, join(shown, ","), [&values, name, range](const std::string& text) {
+    values.clear();
+    for (const auto& part : split(text, ',')) {
+      values.push_back(parse_number<int64_t>(name, part, range));
+    }
+  });
 }
 
 void Cli::choice(const std::string& names, std::string& value,
                  const std::vector<std::string>& choices, const std::string& help) {
   const auto name = split(names, ',').back();
-  impl_->add_value(names, join(choices, "|"), help, value,
-                   [&value, name, choices](const std::string& text) {
-                     expect_one_of(name, text, choices);
-                     value = text;
-                   });
+  custom(names, join(choices, "|"), help, value, [&value, name, choices](const std::string& text) {
+    expect_one_of(name, text, choices);
+    value = text;
+  });
 }
 
 void Cli::custom(const std::string& names, const std::string& placeholder, const std::string& help,
                  const std::string& shown_default, std::function<void(const std::string&)> set) {
-  impl_->add_value(names, placeholder, help, shown_default, set);
+  impl_->options.push_back({.names = split(names, ','),
+                            .placeholder = placeholder,
+                            .help = help,
+                            .shown_default = shown_default,
+                            .group = impl_->group,
+                            .set = std::move(set)});
 }
 
 void Cli::also_called(const std::string& name, const std::vector<std::string>& words) {
@@ -394,12 +378,10 @@ void Cli::defaults_from_environment(const std::string& prefix) {
     std::string variable = prefix + info.main_name().substr(2);
     for (char& c : variable) c = c == '-' ? '_' : static_cast<char>(std::toupper(c));
     const auto value = env_string(variable);
-    if (!value || (info.placeholder.empty() && !env_flag(variable))) continue;
-    try {
-      impl_->give(info, *value);
-    } catch (const UsageError& error) {
-      throw UsageError("environment variable " + variable + ", the default of " + error.what());
-    }
+    const bool is_flag = info.placeholder.empty();
+    if (!value || (is_flag && !env_flag(variable))) continue;
+    configure(info.main_name(), is_flag ? "true" : *value,
+              "environment variable " + variable + ", the default of ");
   }
 }
 
@@ -410,7 +392,7 @@ void Cli::configure(const std::string& name, const std::string& value, const std
     if (info->placeholder.empty()) expect_one_of(name, value, {"true", "false"});
     if (!info->placeholder.empty() || value == "true") impl_->give(*info, value);
   } catch (const UsageError& error) {
-    throw UsageError(where + ": " + error.what());
+    throw UsageError(where + error.what());
   }
 }
 

@@ -297,7 +297,8 @@ void read_config(const std::filesystem::path& path, RunConfig& config) {
   tool::Cli cli("lockstep train", {});
   add_flags(cli, config);
   for (const auto& [key, node] : parsed(path)) {
-    const std::string where = path.string() + ", line " + std::to_string(node.source().begin.line);
+    const std::string where =
+        path.string() + ", line " + std::to_string(node.source().begin.line) + ": ";
     std::ostringstream value;
     if (const auto text = node.value_exact<std::string>()) {
       value << *text;
