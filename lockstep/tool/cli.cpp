@@ -227,12 +227,13 @@ struct Cli::Impl : HelpPage {
   }
 
   void take_positionals(const std::vector<std::string>& words) {
+    const bool takes_more = !positionals.empty() && positionals.back().several;
     for (size_t i = 0; i < words.size(); ++i) {
-      if (i >= positionals.size()) {
+      if (i >= positionals.size() && !takes_more) {
         throw UsageError("unexpected argument '" + words[i] + "'",
                          "'" + command + " --help' shows the usage");
       }
-      positionals[i].set(words[i]);
+      positionals[std::min(i, positionals.size() - 1)].set(words[i]);
     }
     for (size_t i = words.size(); i < positionals.size(); ++i) {
       if (positionals[i].required) {
@@ -364,6 +365,12 @@ void Cli::positional(const std::string& name, int& value, const std::string& hel
                                   value = parse_number<int>(name, text, range);
                                 },
                                 true});
+}
+
+void Cli::positional(const std::string& name, std::vector<std::string>& values,
+                     const std::string& help) {
+  const auto add = [&values](const std::string& text) { values.push_back(text); };
+  impl_->positionals.push_back({name, help, add, /*required=*/true, {}, /*several=*/true});
 }
 
 void Cli::trailing(const std::string& name, std::vector<std::string>& words,

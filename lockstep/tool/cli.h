@@ -86,6 +86,9 @@ class Cli {
   void positional(const std::string& name, std::string& value, const std::string& help,
                   bool required = true, const std::vector<std::string>& choices = {});
   void positional(const std::string& name, int& value, const std::string& help, Range range = {});
+  /// The last: one word or more.
+  void positional(const std::string& name, std::vector<std::string>& values,
+                  const std::string& help);
   /// Everything from the first word without dashes on, untouched: `lockstep run PROGRAM ARGS`.
   void trailing(const std::string& name, std::vector<std::string>& words, const std::string& help);
 

@@ -32,6 +32,7 @@ struct PositionalInfo {
   std::function<void(const std::string&)> set;
   bool required;
   std::string choices = {};  // "a|b"; empty: any word
+  bool several = false;
 };
 
 /// What --help says about a command.

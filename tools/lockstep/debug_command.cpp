@@ -193,9 +193,8 @@ int debug_command(const std::vector<std::string>& args) {
       "~/.cache/torch/comm_lib_trace_rank_N or where TORCH_FR_DUMP_TEMP_FILE says. PyTorch's "
       "own files of this format can be read, too.");
   cli.example("lockstep debug ~/.cache/torch/comm_lib_trace_rank_*");
-  cli.trailing("FILES", files, "One file per rank, of one job");
+  cli.positional("FILES", files, "One file per rank, of one job");
   if (!cli.parse(args)) return 0;
-  if (files.empty()) throw UsageError("lockstep debug: no files", "one file per rank");
   TracedGroups groups;
   for (const auto& file : files) add_file(groups, file);
   std::string text;

@@ -68,13 +68,10 @@ class LogFolders {
         wants_files |= streams.out || streams.err;
       }
     }
-    if (!options.log_dir.empty() && !discard_) {
-      make_run_folder(options.log_dir, options);
-      say("logs are in " + run_folder_.string());
-    } else if (wants_files && !discard_) {
-      make_run_folder(temporary_folder(), options);
-      say("logs are in " + run_folder_.string());
-    }
+    if (discard_ || (options.log_dir.empty() && !wants_files)) return;
+    make_run_folder(options.log_dir.empty() ? temporary_folder() : fs::path(options.log_dir),
+                    options);
+    say("logs are in " + run_folder_.string());
   }
 
   /// From now on the folders are those of this attempt.

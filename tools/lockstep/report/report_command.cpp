@@ -8,22 +8,6 @@
 #include "tools/lockstep/report/run_data.h"
 
 namespace lockstep::tool {
-namespace {
-
-/// Flags first: they may also stand after the runs.
-std::vector<std::string> in_order(const std::vector<std::string>& args) {
-  std::vector<std::string> words;
-  std::vector<std::string> runs;
-  for (size_t i = 0; i < args.size(); ++i) {
-    const bool takes_value = args[i] == "-o" || args[i] == "--output";
-    (args[i].starts_with('-') ? words : runs).push_back(args[i]);
-    if (takes_value && i + 1 < args.size()) words.push_back(args[++i]);
-  }
-  words.insert(words.end(), runs.begin(), runs.end());
-  return words;
-}
-
-}  // namespace
 
 int report_command(const std::vector<std::string>& args) {
   std::string output = "report.html";
@@ -37,11 +21,10 @@ int report_command(const std::vector<std::string>& args) {
   cli.example("lockstep report bench.json -o bench.html",
               "Of `lockstep bench step --compare-python --output bench.json`");
   cli.option("-o,--output", output, "The page's file; - is standard output", "FILE");
-  cli.trailing("RUN...", paths,
-               "Folders of --log-dir, JSON lines of --metrics-file, or an --output of lockstep "
-               "bench");
-  if (!cli.parse(in_order(args))) return kExitSuccess;
-  if (paths.empty()) throw UsageError("no run was named", "lockstep report runs/a");
+  cli.positional("RUN...", paths,
+                 "Folders of --log-dir, JSON lines of --metrics-file, or an --output of lockstep "
+                 "bench");
+  if (!cli.parse(args)) return kExitSuccess;
   if (output.empty()) throw UsageError("--output: a file's name is needed", "--output report.html");
   const bool to_stdout = output == "-";
   if (!to_stdout) check_output_file("--output", output, "report.html");
