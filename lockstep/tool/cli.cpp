@@ -102,10 +102,6 @@ std::string text_of(const std::exception& error) {
          "`ulimit -v` shows whether a limit holds";
 }
 
-bool is_number(const std::string& word) {
-  return parse_double(word).has_value();
-}
-
 }  // namespace
 
 std::string with_dashes(const std::string& word) {
@@ -218,7 +214,7 @@ struct Cli::Impl : HelpPage {
     const auto others = app.remaining();
     auto end = others.begin();
     for (; end != others.end() && *end != "--"; ++end) {
-      if (end->size() > 1 && end->front() == '-' && !is_number(*end)) unknown_flag(*end);
+      if (end->size() > 1 && end->front() == '-' && !parse_double(*end)) unknown_flag(*end);
       if (trailing) break;
       words.others.push_back(*end);
     }

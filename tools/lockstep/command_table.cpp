@@ -1,6 +1,7 @@
 // What liblockstep_cli.so offers: subcommands, and a store for `run`.
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -13,12 +14,7 @@
 namespace lockstep::tool {
 namespace {
 
-struct Row {
-  const char* name;
-  Command command;
-};
-
-constexpr Row kCommands[] = {
+constexpr std::pair<const char*, Command> kCommands[] = {
     {"train", train_command},
     {"eval", eval_command},
     {"estimate-memory", estimate_memory_command},
@@ -41,8 +37,8 @@ int lockstep_cli_main(const std::vector<std::string>& words,
   lockstep::unpacked_files() = unpacked;
   const std::string& name = words.front();
   return run_guarded("lockstep " + name, [&] {
-    for (const auto& row : kCommands) {
-      if (name == row.name) return row.command({words.begin() + 1, words.end()});
+    for (const auto& [known, command] : kCommands) {
+      if (name == known) return command({words.begin() + 1, words.end()});
     }
     throw lockstep::UsageError("unknown command '" + name + "'");
   });

@@ -213,11 +213,6 @@ Json python_report(const std::optional<PythonFound>& python) {
           {"torch_is_linked_one", python->linked_torch}};
 }
 
-std::string mnist_folder() {
-  const auto folder = find_mnist_folder();
-  return folder ? folder->string() : std::string();
-}
-
 Json item(const std::string& what, const std::string& means, const std::string& how) {
   return {{"what", what}, {"means", means}, {"how", how}};
 }
@@ -245,7 +240,7 @@ Json missing_report(const std::optional<PythonFound>& python) {
     missing.push_back(item("a Python whose torch is the linked LibTorch",
                            "comparisons with Python are between two versions", setup));
   }
-  if (mnist_folder().empty()) {
+  if (!find_mnist_folder()) {
     missing.push_back(
         item("MNIST", "`--dataset digits`, built in, needs no file",
              "`lockstep train --dataset mnist --download` fetches it, or set LOCKSTEP_DATA_DIR "
@@ -286,7 +281,7 @@ Json environment_report() {
   report["placement"] = placement_report();
   report["interfaces"] = interfaces_report();
   report["launcher"] = launcher_report();
-  report["data"] = {{"mnist", mnist_folder()}};
+  report["data"] = {{"mnist", find_mnist_folder().value_or(fs::path()).string()}};
   report["missing"] = missing_report(python);
   return report;
 }

@@ -22,17 +22,12 @@ namespace {
 using namespace lockstep;
 using namespace lockstep::tool;
 
-struct Row {
-  const char* name;
-  const char* help;
-};
-
 constexpr const char* kAbout = "Distributed training for LibTorch.";
 constexpr const char* kElsewhere = "'lockstep --help' lists the commands";
 constexpr const char* kExamples[] = {
     "lockstep train --model mlp --dataset digits --devices 2",
     "lockstep run --nproc-per-node 4 ./my_program --its-own-flags"};
-constexpr Row kCommands[] = {
+const Commands kCommands = {
     {"train", "train a model, on one process or several"},
     {"eval", "test saved weights"},
     {"run", "start a program as several ranks (torchrun's flags)"},
@@ -48,10 +43,9 @@ constexpr Row kCommands[] = {
 std::string help_text() {
   const auto width = static_cast<size_t>(help_width());
   std::string text = std::string(kAbout) + "\n\nUsage: lockstep COMMAND [FLAGS]\n\nCommands:\n";
-  for (const auto& row : kCommands) {
-    std::string name = row.name;
+  for (auto [name, help] : kCommands) {
     name.resize(16, ' ');
-    text += "  " + name + wrapped(row.help, {18, 18, width}) + "\n";
+    text += "  " + name + wrapped(help, {18, 18, width}) + "\n";
   }
   text += "\n" + wrapped(
                      "'lockstep help COMMAND' or 'lockstep COMMAND --help' lists a command's "
@@ -64,7 +58,7 @@ std::string help_text() {
 
 std::vector<std::string> words_for_suggestion() {
   std::vector<std::string> words;
-  for (const auto& row : kCommands) words.push_back(row.name);
+  for (const auto& command : kCommands) words.push_back(command.first);
   words.insert(words.end(), {"help", "--help", "--version"});
   return words;
 }
@@ -107,8 +101,7 @@ int dispatch(const std::vector<std::string>& given) {
     return kExitSuccess;
   }
   if (command == "completion") {
-    Commands commands;
-    for (const auto& row : kCommands) commands.emplace_back(row.name, row.help);
+    Commands commands = kCommands;
     commands.emplace_back("help", "list a command's flags");
     return completion_command({words.begin() + 1, words.end()}, commands);
   }
@@ -121,8 +114,8 @@ int dispatch(const std::vector<std::string>& given) {
     std::signal(SIGPIPE, SIG_IGN);
     return run_guarded("lockstep run", [&] { return run_command(args); });
   }
-  for (const auto& row : kCommands) {
-    if (command == row.name) return run_from_library(words);
+  for (const auto& known : kCommands) {
+    if (command == known.first) return run_from_library(words);
   }
   const auto meant = did_you_mean(command, words_for_suggestion());
   throw UsageError(std::string("unknown ") + (command[0] == '-' ? "flag" : "command") + " '" +

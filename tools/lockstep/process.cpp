@@ -143,8 +143,8 @@ ProcessResult run_process(const std::vector<std::string>& command,
   return result;
 }
 
-const ProcessResult& expect_success(const std::string& what, const ProcessResult& result) {
-  if (result.status == 0) return result;
+void expect_success(const std::string& what, const ProcessResult& result) {
+  if (result.status == 0) return;
   auto lines = split(result.err, '\n');
   while (!lines.empty() && lines.back().empty()) lines.pop_back();
   constexpr size_t kShown = 12;

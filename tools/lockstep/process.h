@@ -43,6 +43,6 @@ ProcessResult run_process(const std::vector<std::string>& command,
 
 /// Throws Error with the program's name, its status and its last lines of standard error unless it
 /// ended with 0.
-const ProcessResult& expect_success(const std::string& what, const ProcessResult& result);
+void expect_success(const std::string& what, const ProcessResult& result);
 
 }  // namespace lockstep::tool

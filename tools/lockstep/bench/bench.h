@@ -107,8 +107,8 @@ class BenchRunner {
   Sides in_turns(const std::string& what, const BenchRow& config, bool has_twin = true);
 
   /// Runs a bench's worker, or Python's script of that name, as config["ranks"] ranks of `lockstep
-  /// run`, or of mpirun, that meet by a file. Returns rank 0's result. `config` holds `kind`, the bench's name,
-  /// `ranks`, `backend` and what the worker reads.
+  /// run`, or of mpirun, that meet by a file. Returns rank 0's result. `config` holds `kind`, the
+  /// bench's name, `ranks`, `backend` and what the worker reads.
   BenchRow run_ranks(bool with_python, BenchRow config);
   /// Runs one command of ours. Throws when it fails.
   ProcessResult run_whole(const std::string& what, const std::vector<std::string>& command) const;

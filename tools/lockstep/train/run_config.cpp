@@ -205,7 +205,7 @@ RunConfig resolved(RunConfig config) {
   return config;
 }
 
-Endpoint endpoint_of(const std::string& flag, const std::string& value) {
+std::pair<std::string, uint16_t> endpoint_of(const std::string& flag, const std::string& value) {
   const auto colon = value.rfind(':');
   const auto port = colon == std::string::npos ? std::nullopt : parse_int(value.substr(colon + 1));
   if (port && *port >= 0 && *port <= 65535 && colon > 0)

@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -82,11 +83,7 @@ const std::vector<Flag>& train_flags();
 RunConfig resolved(RunConfig config);
 
 /// Of "HOST:PORT", where the port may be 0. Throws UsageError naming the flag.
-struct Endpoint {
-  std::string host;
-  uint16_t port = 0;
-};
-Endpoint endpoint_of(const std::string& flag, const std::string& value);
+std::pair<std::string, uint16_t> endpoint_of(const std::string& flag, const std::string& value);
 
 /// Whether --logger names it.
 bool has_logger(const RunConfig& config, const std::string& name);

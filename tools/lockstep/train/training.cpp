@@ -156,6 +156,11 @@ void check_resume(const std::string& resume) {
                     : meant);
 }
 
+/// Into how many parts the strategy cuts the data.
+int64_t shares_of(const RunConfig& config, const World& world) {
+  return data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+}
+
 void print_opening(const RunConfig& config, const World& world, const ModelTask& made,
                    Console& console) {
   const int64_t ranks = world.size();
@@ -164,8 +169,7 @@ void print_opening(const RunConfig& config, const World& world, const ModelTask&
                "), dataset " + config.dataset + " (" + with_thousands(made.train_samples) +
                " samples, " + with_thousands(made.test_samples) + " held out)");
   const std::string over = ranks > 1 ? " over " + world.group().backend() : "";
-  const int64_t shares =
-      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+  const int64_t shares = shares_of(config, world);
   const int64_t steps =
       steps_per_epoch(config, made.train.front().batches_per_epoch()) * config.max_epochs;
   console.line(counted(ranks, "rank") + over + " on " + world.device().str() +
@@ -263,8 +267,7 @@ void adapt_batch(const RunConfig& config, int64_t shares, const CheckpointInfo& 
 std::optional<StoredCheckpoint> state_to_resume(const RunConfig& config, const Trainer& trainer,
                                                 const CheckpointFolder& folder, bool& is_snapshot) {
   const World& world = trainer.world();
-  const int64_t shares =
-      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
+  const int64_t shares = shares_of(config, world);
   const auto load_from = [&](const CheckpointFolder& from) {
     return load_checkpoint(world.group(), config.resume, from.path().empty() ? nullptr : &from,
                            trainer.options().identity, world.device(),
@@ -369,9 +372,7 @@ void go_on_after_restart(RunConfig& config, bool meets_again) {
 /// With --global-batch-size the batch of a rank follows from their number.
 RunConfig with_batch_of_rank(RunConfig config, const World& world) {
   if (!config.global_batch_size) return config;
-  const int64_t shares =
-      data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
-  const int64_t batches = shares * config.accumulate_grad_batches;
+  const int64_t batches = shares_of(config, world) * config.accumulate_grad_batches;
   if (*config.global_batch_size % batches != 0) {
     throw UsageError("--global-batch-size " + std::to_string(*config.global_batch_size) +
                          " cannot be cut into " + std::to_string(batches) + " equal batches" +
