@@ -64,7 +64,7 @@ class LogFolders {
   explicit LogFolders(const RunOptions& options) : discard_(options.log_dir == kNoLogs) {
     bool wants_files = !options.out_filters.empty() || !options.err_filters.empty();
     for (int i = 0; i < options.nproc; ++i) {
-      for (const auto streams : {options.redirects.of(i), options.tee.of(i)}) {
+      for (const auto streams : {streams_of(options.redirects, i), streams_of(options.tee, i)}) {
         wants_files |= streams.out || streams.err;
       }
     }
@@ -176,8 +176,8 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
   plan.env = launch::rank_environment(layout, local_rank, plan.error_file.string());
   plan.env.emplace_back("TORCHELASTIC_SIGNALS_TO_HANDLE", options.signal_names);
   plan.unset = {launch::kSpawnVariable, launch::kSpawnCallVariable};
-  const auto redirected = options.redirects.of(local_rank);
-  const auto teed = options.tee.of(local_rank);
+  const auto redirected = streams_of(options.redirects, local_rank);
+  const auto teed = streams_of(options.tee, local_rank);
   const bool shown = options.shown.empty() || options.shown.count(local_rank) > 0;
   const bool alone = layout.world_size == 1;
   plan.out = stream_plan({redirected.out, teed.out, shown, alone, !options.out_filters.empty()},

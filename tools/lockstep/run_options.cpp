@@ -181,7 +181,7 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "DIR/<run id>_<random>/attempt_N/<local rank>",
              "DIR");
   const auto streams = [](const char* flag, StreamMap& map) {
-    return [flag, &map](const std::string& text) { map = StreamMap::parse(flag, text); };
+    return [flag, &map](const std::string& text) { map = parse_streams(flag, text); };
   };
   cli.custom("-r,--redirects", "STREAMS",
              "Into files only: 0 nothing, 1 standard output, 2 standard error, 3 both; or by local "
@@ -423,9 +423,10 @@ launch::ProgramKind program_kind(const RawFlags& raw) {
 
 void resolve_output(const RawFlags& raw, RunOptions& options) {
   for (const auto* map : {&options.redirects, &options.tee}) {
-    if (map->largest() >= options.nproc) {
+    const int largest = map->empty() ? -1 : map->rbegin()->first;
+    if (largest >= options.nproc) {
       throw UsageError(std::string(map == &options.tee ? "--tee" : "--redirects") +
-                           ": there is no local rank " + std::to_string(map->largest()),
+                           ": there is no local rank " + std::to_string(largest),
                        "local ranks go from 0 to " + std::to_string(options.nproc - 1));
     }
   }
@@ -451,42 +452,29 @@ void resolve(const RawFlags& raw, const Cli& cli, RunOptions& options) {
 
 }  // namespace
 
-StreamMap StreamMap::parse(const std::string& flag, const std::string& text) {
-  const auto streams_of = [&](const std::string& number) {
+StreamMap parse_streams(const std::string& flag, const std::string& text) {
+  const auto named = [&](const std::string& number) {
     if (number.size() != 1 || number[0] < '0' || number[0] > '3') {
       throw UsageError(flag + ": '" + text + "' is neither 0, 1, 2 or 3 nor a list such as 0:3,1:1",
                        "1 is standard output, 2 standard error, 3 both");
     }
     return Streams{((number[0] - '0') & 1) != 0, ((number[0] - '0') & 2) != 0};
   };
+  if (text.find(':') == std::string::npos) return {{-1, named(text)}};
   StreamMap map;
-  if (text.find(':') == std::string::npos) {
-    map.all_ = streams_of(text);
-    return map;
-  }
   for (const auto& part : split(text, ',')) {
     const size_t colon = part.find(':');
     const auto rank = parse_int(part.substr(0, colon));
     const bool good = colon != std::string::npos && rank && *rank >= 0 && *rank < 1'000'000;
-    map.single_.emplace_back(good ? static_cast<int>(*rank) : 0,
-                             streams_of(good ? part.substr(colon + 1) : ""));
+    map[good ? static_cast<int>(*rank) : 0] = named(good ? part.substr(colon + 1) : "");
   }
   return map;
 }
 
-Streams StreamMap::of(int local_rank) const {
-  if (all_) return *all_;
-  Streams streams;
-  for (const auto& [rank, named] : single_) {
-    if (rank == local_rank) streams = named;
-  }
-  return streams;
-}
-
-int StreamMap::largest() const {
-  int largest = -1;
-  for (const auto& [rank, streams] : single_) largest = std::max(largest, rank);
-  return largest;
+Streams streams_of(const StreamMap& map, int local_rank) {
+  for (const int rank : {local_rank, -1})
+    if (const auto found = map.find(rank); found != map.end()) return found->second;
+  return {};
 }
 
 std::optional<RunOptions> parse_run_options(const std::vector<std::string>& args) {

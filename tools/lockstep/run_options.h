@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <set>
 #include <string>
@@ -13,25 +14,18 @@
 
 namespace lockstep::tool {
 
-/// Which of a worker's streams: torchrun's numbers.
+/// Some of a worker's streams.
 struct Streams {
   bool out = false;
   bool err = false;
 };
 
-/// For every local rank: "3", or "0:1,1:3" with nothing for those not named.
-class StreamMap {
- public:
-  /// Throws UsageError naming `flag`.
-  static StreamMap parse(const std::string& flag, const std::string& text);
-  Streams of(int local_rank) const;
-  /// The largest local rank that is named; -1: none is.
-  int largest() const;
-
- private:
-  std::optional<Streams> all_;
-  std::vector<std::pair<int, Streams>> single_;
-};
+/// By local rank; those of -1 are for ranks that are not named.
+using StreamMap = std::map<int, Streams>;
+/// torchrun's numbers: "3", or "0:1,1:3" with nothing for those not named. Throws UsageError naming
+/// `flag`.
+StreamMap parse_streams(const std::string& flag, const std::string& text);
+Streams streams_of(const StreamMap& map, int local_rank);
 
 /// How the hosts of a job find each other: --rdzv-backend, --rdzv-conf and what goes with them.
 struct MeetingOptions {

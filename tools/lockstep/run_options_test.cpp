@@ -187,18 +187,16 @@ TEST(RunOptions, WordsOfOtherLaunchers) {
 }
 
 TEST(StreamMap, AllOrByLocalRank) {
-  const auto all = StreamMap::parse("--tee", "2");
-  EXPECT_FALSE(all.of(5).out);
-  EXPECT_TRUE(all.of(5).err);
-  EXPECT_EQ(all.largest(), -1);
-  const auto some = StreamMap::parse("--tee", "0:1,12:3");
-  EXPECT_TRUE(some.of(0).out);
-  EXPECT_FALSE(some.of(0).err);
-  EXPECT_FALSE(some.of(1).out);
-  EXPECT_TRUE(some.of(12).out && some.of(12).err);
-  EXPECT_EQ(some.largest(), 12);
+  const auto all = parse_streams("--tee", "2");
+  EXPECT_FALSE(streams_of(all, 5).out);
+  EXPECT_TRUE(streams_of(all, 5).err);
+  const auto some = parse_streams("--tee", "0:1,12:3");
+  EXPECT_TRUE(streams_of(some, 0).out);
+  EXPECT_FALSE(streams_of(some, 0).err);
+  EXPECT_FALSE(streams_of(some, 1).out);
+  EXPECT_TRUE(streams_of(some, 12).out && streams_of(some, 12).err);
   for (const char* bad : {"", "4", "33", "-1", "0:", ":1", "0:4", "0:1,", "a:1", "0;1"}) {
-    EXPECT_THROW(StreamMap::parse("--tee", bad), UsageError) << bad;
+    EXPECT_THROW(parse_streams("--tee", bad), UsageError) << bad;
   }
 }
 
