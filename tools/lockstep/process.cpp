@@ -1,6 +1,7 @@
 #include "tools/lockstep/process.h"
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -106,21 +107,19 @@ struct Child {
 
 }  // namespace
 
-OrderlyInterrupts::OrderlyInterrupts() {
-  const sigset_t set = interrupts();
-  ::pthread_sigmask(SIG_BLOCK, &set, &before_);
+std::shared_ptr<void> hold_interrupts() {
+  const sigset_t held = interrupts();
+  sigset_t before;
+  ::pthread_sigmask(SIG_BLOCK, &held, &before);
   // Ignored, as whoever started us may have left it, the kernel would take our children's results.
   ::signal(SIGCHLD, SIG_DFL);
-}
-
-OrderlyInterrupts::~OrderlyInterrupts() {
-  ::pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  return {nullptr, [before](void*) { ::pthread_sigmask(SIG_SETMASK, &before, nullptr); }};
 }
 
 ProcessResult run_process(const std::vector<std::string>& command,
                           const std::map<std::string, std::string>& variables,
                           std::chrono::milliseconds timeout) {
-  const OrderlyInterrupts signals_wait;
+  const auto signals_wait = hold_interrupts();
   const TemporaryDirectory folder("lockstep-bench");
   const auto begin = Clock::now();
   Child child{start(with_variables(variables, command), folder.path())};

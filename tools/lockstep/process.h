@@ -1,10 +1,9 @@
 #pragma once
 
-#include <signal.h>
-
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -18,25 +17,16 @@ struct ProcessResult {
   int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
 };
 
-/// While it lives, INT, TERM and HUP do not end this process at once. `run_process` ends its child
-/// and throws InterruptedError, so that temporary files go too. For the main thread, before other
-/// threads are started. These inherit it.
-class OrderlyInterrupts {
- public:
-  OrderlyInterrupts();
-  ~OrderlyInterrupts();
-  OrderlyInterrupts(const OrderlyInterrupts&) = delete;
-  OrderlyInterrupts& operator=(const OrderlyInterrupts&) = delete;
-
- private:
-  sigset_t before_;
-};
+/// While the result lives, INT, TERM and HUP do not end this process at once. `run_process` ends its
+/// child and throws InterruptedError, so that temporary files go too. For the main thread, before
+/// other threads are started. These inherit it.
+std::shared_ptr<void> hold_interrupts();
 
 /// Runs a command, whose program is looked up in PATH, with these variables in the environment; an
 /// empty value removes one. When the time is up it gets TERM and, two seconds later, KILL, and
 /// TimeoutError names the command. It gets TERM too when this process dies. A command that fails is
 /// returned, not thrown. Throws SystemError when none can be started, and InterruptedError (see
-/// OrderlyInterrupts).
+/// hold_interrupts).
 ProcessResult run_process(const std::vector<std::string>& command,
                           const std::map<std::string, std::string>& variables = {},
                           std::chrono::milliseconds timeout = std::chrono::minutes(10));

@@ -62,7 +62,7 @@ TEST(BenchProcess, ATimeoutNamesTheCommandAndLeavesNoProcess) {
 }
 
 TEST(BenchProcess, AnInterruptEndsTheChildFirst) {
-  const OrderlyInterrupts orderly;
+  const auto orderly = hold_interrupts();
   ::kill(::getpid(), SIGINT);
   try {
     run_process(shell("exec sleep 600"));

@@ -412,7 +412,7 @@ int run_benchmark(const Bench& bench, const std::vector<std::string>& args) {
   const auto options = parse_bench(bench, args);
   if (!options) return 0;
 
-  const OrderlyInterrupts orderly_interrupts;
+  const auto interrupts_wait = hold_interrupts();
   BenchRunner runner(*options);
   const BenchRows rows = bench.measure(runner);
   bench_progress("");
