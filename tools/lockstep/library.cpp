@@ -98,8 +98,9 @@ void* load_library(const std::string& name) {
                 "was LibTorch updated since the build? Build again");
   }
   throw Error(name + " is missing; looked for " + tried,
-              name == "liblockstep_cli.so" ? "the binary belongs into bin/ beside that folder"
-                                           : "`make build` builds it; `make train` does not need it");
+              name == "liblockstep_cli.so"
+                  ? "the binary belongs into bin/ beside that folder"
+                  : "`make build` builds it; `make train` does not need it");
 }
 
 }  // namespace

@@ -17,9 +17,9 @@ struct ProcessResult {
   int64_t peak_bytes = 0;  ///< Largest resident size of it or of any process it waited for.
 };
 
-/// While the result lives, INT, TERM and HUP do not end this process at once. `run_process` ends its
-/// child and throws InterruptedError, so that temporary files go too. For the main thread, before
-/// other threads are started. These inherit it.
+/// While the result lives, INT, TERM and HUP do not end this process at once. `run_process` ends
+/// its child and throws InterruptedError, so that temporary files go too. For the main thread,
+/// before other threads are started. These inherit it.
 std::shared_ptr<void> hold_interrupts();
 
 /// Runs a command, whose program is looked up in PATH, with these variables in the environment; an

@@ -18,9 +18,12 @@ namespace {
 
 /// The environment of what we start: no rank's, and without what a launcher or scheduler has set.
 std::map<std::string, std::string> launch_environment(int threads) {
-  std::map<std::string, std::string> env = {
-      {"OMP_NUM_THREADS", std::to_string(threads)}, {"PYTHONDONTWRITEBYTECODE", "1"},
-      {"RANK", ""}, {"LOCAL_RANK", ""}, {"WORLD_SIZE", ""}, {"LOCAL_WORLD_SIZE", ""}};
+  std::map<std::string, std::string> env = {{"OMP_NUM_THREADS", std::to_string(threads)},
+                                            {"PYTHONDONTWRITEBYTECODE", "1"},
+                                            {"RANK", ""},
+                                            {"LOCAL_RANK", ""},
+                                            {"WORLD_SIZE", ""},
+                                            {"LOCAL_WORLD_SIZE", ""}};
   for (char** entry = environ; *entry; ++entry) {
     const std::string name = std::string(*entry).substr(0, std::string(*entry).find('='));
     for (const char* prefix :

@@ -83,7 +83,8 @@ TEST_F(ConfigFile, AValueThatAKeyCannotHaveNamesFileLineAndKey) {
   const auto expect = [&](const char* text, const char* message) {
     EXPECT_THAT([&] { read(text); }, ThrowsMessage<UsageError>(HasSubstr(message))) << text;
   };
-  expect("lr = 1\nmodel = 'mpl'", "run.toml, line 2: --model: unknown value 'mpl'; expected one of");
+  expect("lr = 1\nmodel = 'mpl'",
+         "run.toml, line 2: --model: unknown value 'mpl'; expected one of");
   expect("lr = -1", "run.toml, line 1: --lr: '-1' is not a number of at least 0");
   expect("image-size = 5000", "line 1: --image-size: '5000' is not a whole number from 1 to 4096");
   expect("\n\nbackend = 'glo'", "line 3: --backend: unknown value 'glo'");
@@ -173,8 +174,7 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused({"--accelerator", "cdua"}, "did you mean 'cuda'?");
   expect_refused({"--on-nan", "skp"}, "did you mean 'skip'?");
   expect_refused({"--bind-to", "cores"}, "did you mean 'core'?");
-  expect_refused({"--memory-format", "channel-last"},
-                 "did you mean 'channels-last'?");
+  expect_refused({"--memory-format", "channel-last"}, "did you mean 'channels-last'?");
   expect_refused(
       {"--backend", "glo"},
       "--backend: unknown value 'glo'; expected one of auto, gloo, hierarchical, mpi, nccl");
@@ -201,7 +201,8 @@ TEST(CheckConfig, AFileWithoutANameIsNoDataSet) {
 
 TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
   expect_refused({"--batch-size", "0"}, "--batch-size: '0' is not a whole number of at least 1");
-  expect_refused({"--devices", "0"}, "--devices: '0' is neither auto nor a whole number from 1 to 4096");
+  expect_refused({"--devices", "0"},
+                 "--devices: '0' is neither auto nor a whole number from 1 to 4096");
   expect_refused({"--lr", "-0.1"}, "--lr: '-0.1' is not a number of at least 0");
   for (const char* seconds : {"0", "-1", "1e10", "inf", "nan"}) {
     expect_refused({"--timeout", seconds}, "from 0.001 to 1000000");

@@ -130,8 +130,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
 }
 
 /// Failures that a next generation makes good are not on record.
-void run_generations(const RunConfig& config, const InitOptions& options,
-                     const RankBody& body) {
+void run_generations(const RunConfig& config, const InitOptions& options, const RankBody& body) {
   ElasticJob job(options, sizes_to_go_on_with(config, read_job_environment().world_size));
   std::optional<StopSignal> signals;  // Also of those that come while ranks meet again.
   try {
