@@ -8,7 +8,6 @@
 
 #include "lockstep/base/duration.h"
 #include "lockstep/base/error.h"
-#include "lockstep/base/first_step.h"
 #include "lockstep/comm/backends/tensor_backend.h"
 #include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/checks/call_signature.h"
@@ -200,7 +199,6 @@ std::vector<Work> ProcessGroup::batch_isend_irecv(const std::vector<P2POp>& ops)
 }
 
 Work ProcessGroup::all_reduce_async(at::Tensor& tensor, ReduceOp op) const {
-  made_first_step.store(true, std::memory_order_relaxed);
   const auto& impl = checked(impl_);
   check_tensors(impl, Operation::all_reduce, tensor);
   const auto options = options_of<c10d::AllreduceOptions>(impl, blocking_, op);
@@ -373,7 +371,6 @@ void observe_calls(const ProcessGroup& group, std::shared_ptr<CallObserver> obse
 }
 
 void ProcessGroup::note_steps(int64_t steps) const noexcept {
-  made_first_step.store(true, std::memory_order_relaxed);
   if (!impl_) return;
   // Written by one thread, that of the loop.
   if (steps > impl_->steps->load(std::memory_order_relaxed))

@@ -6,7 +6,6 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
-#include "lockstep/base/first_step.h"
 #include "lockstep/base/text.h"
 #include "lockstep/launch/variables.h"
 
@@ -75,7 +74,6 @@ void write_error_file(const std::string& message, int exit_code, const Failure* 
                      {"errorCode", exit_code},
                      {"extraInfo", {{"timestamp", std::to_string(std::time(nullptr))}}}}}};
     if (failure) report["message"]["failure"] = to_json(*failure);
-    if (!made_first_step) report["message"]["before_first_step"] = true;
     // Invalid UTF-8 in a message (a file's name, say) is replaced rather than thrown about.
     write_file_atomically(*path, report.dump(-1, ' ', false, json::error_handler_t::replace));
   } catch (...) {
@@ -99,10 +97,8 @@ std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
     } else if (message.is_object()) {
       report.message = text_of(message, "message");
       if (message.contains("failure")) report.failure = from_json(message["failure"]);
-      report.before_first_step = message.contains("before_first_step");
       const auto info = message.find("extraInfo");
       if (info != message.end() && info->is_object()) {
-        report.callstack = text_of(*info, "py_callstack");
         report.timestamp = timestamp_of(*info);
       }
     }

@@ -12,13 +12,11 @@ namespace lockstep::launch {
 
 /// What a worker says about its own failure, in the file that the launcher named to it by
 /// TORCHELASTIC_ERROR_FILE. The format is torch.distributed.elastic's, so either side may be
-/// Python. `message.failure` and `before_first_step` are ours.
+/// Python. `message.failure` is ours.
 struct ErrorReport {
   std::string message;             ///< "MismatchError: ..." or any text
-  std::string callstack;           ///< Python's; empty otherwise
   int64_t timestamp = 0;           ///< seconds since 1970; 0 when the worker did not say
   std::optional<Failure> failure;  ///< Between ranks, where the worker says so.
-  bool before_first_step = false;  ///< Of training; other programs than ours do not say.
 
   /// Whether the worker failed because another one was lost.
   bool consequence() const;

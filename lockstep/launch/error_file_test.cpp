@@ -101,7 +101,6 @@ TEST_F(ErrorFile, PythonsFormatsAreRead) {
       R"({"message": {"message": "ValueError: bad", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1700000001"}}})");
   ASSERT_TRUE(report);
   EXPECT_EQ(report->message, "ValueError: bad");
-  EXPECT_EQ(report->callstack, "Traceback");
   EXPECT_EQ(report->timestamp, 1'700'000'001);
   EXPECT_EQ(parsed(R"({"message": "plain", "timestamp": 7})")->message, "plain");
 }

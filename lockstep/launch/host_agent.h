@@ -22,7 +22,7 @@ struct HostEnd {
   bool succeeded = false;
   int exit_code = 0;
   std::string text = {};  ///< "rank 3 (pid 4711) was killed by SIGKILL (signal 9)", and more lines.
-  bool can_retry = true;  ///< False: a restart cannot help (attempts.h).
+  bool can_retry = true;  ///< False: a restart cannot help, see `launch`.
   bool consequence = false;  ///< They lost a peer: another failure is the cause.
   bool others_live = false;  ///< One has failed. The others wait for the next generation.
 };

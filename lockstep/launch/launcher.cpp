@@ -14,7 +14,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/launch/attempts.h"
+#include "lockstep/base/words.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/output.h"
 #include "lockstep/launch/recovery.h"
@@ -86,21 +86,32 @@ std::optional<Recovery> recovery_of(const LaunchPlan& plan) {
   return Recovery(plan.generation_folder, ranks_of(plan));
 }
 
-AttemptEnd end_of(const std::optional<WorkerFailure>& failure, int signal) {
-  if (!failure) return {.succeeded = true};
-  AttemptEnd end{.signal = signal, .line = failure->line(), .exit_code = failure->exit_code()};
-  end.executed = failure->start_errno == 0;
-  if (!failure->report) return end;
-  end.before_first_step = failure->report->before_first_step;
-  end.said = failure->report->message;
-  return end;
+/// Why another attempt would end in the same way. Empty: it may succeed.
+std::string why_not_again(const WorkerFailure& failure) {
+  if (failure.start_errno != 0) return "the program cannot be executed";
+  if (failure.exit_code() == kExitUsage) return "exit code 2 tells of wrong arguments or settings";
+  return {};
 }
 
-HostEnd end_of_host(WorkerFailure failure, int signal) {
+HostEnd end_of_host(WorkerFailure failure) {
   failure.lines_are_shown = false;  // On the consoles of other hosts.
-  const AttemptEnd end = end_of(failure, signal);
-  return {.exit_code = end.exit_code, .text = failure.text(), .can_retry = may_help(end)};
+  return {.exit_code = failure.exit_code(),
+          .text = failure.text(),
+          .can_retry = why_not_again(failure).empty()};
 }
+
+/// How often ranks have started again, and why.
+struct Restarts {
+  int most = 0;
+  std::vector<std::string> failures = {};  ///< A line for each one that the job has survived.
+
+  int used() const { return static_cast<int>(failures.size()); }
+  bool are_left() const { return used() < most; }
+  /// "restart 1 of 3".
+  std::string text() const {
+    return "restart " + std::to_string(used()) + " of " + std::to_string(most);
+  }
+};
 
 /// What they mean is the workers' to know: Slurm sends one before it ends a job.
 constexpr int kMessages[] = {SIGUSR1, SIGUSR2};
@@ -122,12 +133,12 @@ std::vector<int> caught_signals(const LaunchPlan& plan) {
 class Launcher {
  public:
   /// `agent`: of a job of several hosts, whose `generation` begins; else null. A failure that the
-  /// other workers survive is added to `attempts`, of which it is one.
-  Launcher(const LaunchPlan& plan, SignalCatcher& signals, Attempts& attempts,
+  /// other workers survive is added to `restarts`.
+  Launcher(const LaunchPlan& plan, SignalCatcher& signals, Restarts& restarts,
            HostAgent* agent = nullptr, const HostGeneration& generation = {})
       : plan_(plan),
         signals_(signals),
-        attempts_(attempts),
+        restarts_(restarts),
         agent_(agent),
         recovery_(agent ? std::nullopt : recovery_of(plan)),
         generation_(generation.number),
@@ -342,18 +353,16 @@ class Launcher {
     if (!may || !job_.running() || end.left_by_usr1() || because_of_others) return false;
     const auto& worker = plan_.workers[static_cast<size_t>(index)];
     const auto failure = failure_of(index, end);
-    if (!may_help(end_of(failure, 0))) return false;
+    if (!why_not_again(failure).empty()) return false;
     if (host_recovery_) return recover_with_hosts(index, end, failure);
-    const bool replaced = attempts_.current() < attempts_.max_restarts;
+    const bool replaced = restarts_.are_left();
     if (!recovery_->go_on_without(worker.rank, replaced)) return false;
     tell(index, end, true, replaced);
-    attempts_.failures.push_back(failure.line());
+    restarts_.failures.push_back(failure.line());
     std::string text = plan_.told_by + failure.line() + "; the others ";
     text += recovery_->waits() ? "wait" : "go on without it";
     if (replaced) {
-      text += ", and a new process takes its place (restart " +
-              std::to_string(attempts_.current()) + " of " +
-              std::to_string(attempts_.max_restarts) + ")";
+      text += ", and a new process takes its place (" + restarts_.text() + ")";
       start_again(index);
     } else {
       job_.dropped(index);
@@ -366,7 +375,7 @@ class Launcher {
     if (!host_recovery_->go_on_without(failure.rank)) return false;
     missing_[index] = end;
     tell(index, end, true, true);
-    HostEnd told = end_of_host(failure, 0);
+    HostEnd told = end_of_host(failure);
     told.others_live = true;
     agent_->ended(generation_, told);
     return true;
@@ -481,7 +490,7 @@ class Launcher {
 
   const LaunchPlan& plan_;
   SignalCatcher& signals_;
-  Attempts& attempts_;
+  Restarts& restarts_;
   HostAgent* const agent_;
   std::optional<Recovery> recovery_;
   // Of a job of several hosts.
@@ -512,23 +521,21 @@ class Launcher {
 };
 
 /// The last failure at length, those before in a line each.
-std::string text_of(const WorkerFailure& last, const Decision& decision,
+std::string text_of(const WorkerFailure& last, const Restarts& restarts,
                     const std::string& how_to_go_on) {
   std::string text = last.text();
   const bool was_killed = last.start_errno == 0 && WIFSIGNALED(last.wait_status);
-  if (was_killed && decision.attempts.max_restarts == 0 && !how_to_go_on.empty())
+  if (was_killed && restarts.most == 0 && !how_to_go_on.empty())
     text += "\n  hint: " + how_to_go_on;
-  if (!decision.hint.empty()) text += "\n  " + decision.hint;
-  const auto& lines = decision.attempts.failures;
-  for (size_t i = 0; i + 1 < lines.size(); ++i)
-    text += "\n  before, attempt " + std::to_string(i) + ": " + lines[i];
+  if (restarts.most > 0) {
+    const auto why = why_not_again(last);
+    text += "\n  not started again: " + (why.empty() ? counted(restarts.most, "restart") + " of " +
+                                                           std::to_string(restarts.most) + " used"
+                                                     : why);
+  }
+  for (size_t i = 0; i < restarts.failures.size(); ++i)
+    text += "\n  before, attempt " + std::to_string(i) + ": " + restarts.failures[i];
   return text;
-}
-
-void tell_restart(const LaunchPlan& plan, const Attempts& attempts) {
-  log_warning(plan.told_by + attempts.failures.back() + "; all ranks start again (restart " +
-              std::to_string(attempts.current()) + " of " + std::to_string(attempts.max_restarts) +
-              ")");
 }
 
 }  // namespace
@@ -537,25 +544,19 @@ void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_resta
   ensure_standard_descriptors();
   LaunchPlan plan = plan_of(0);
   SignalCatcher signals(caught_signals(plan));  // Between attempts too.
-  Attempts attempts{.max_restarts = max_restarts};
+  Restarts restarts{.most = max_restarts};
   while (true) {
-    auto launcher = std::make_unique<Launcher>(plan, signals, attempts);
+    auto launcher = std::make_unique<Launcher>(plan, signals, restarts);
     const auto failure = launcher->run();
-    const auto decision = decide(std::move(attempts), end_of(failure, launcher->late_signal()));
-    switch (decision.verdict) {
-      case Verdict::done:
-        return;
-      case Verdict::interrupted:
-        throw InterruptedError(launcher->late_signal());
-      case Verdict::give_up:
-        throw WorkerError(text_of(*failure, decision, plan.how_to_go_on), failure->exit_code());
-      case Verdict::restart:
-        break;
-    }
+    if (!failure) return;
+    if (!restarts.are_left() || !why_not_again(*failure).empty())
+      throw WorkerError(text_of(*failure, restarts, plan.how_to_go_on), failure->exit_code());
+    if (launcher->late_signal() != 0) throw InterruptedError(launcher->late_signal());
     launcher.reset();
-    attempts = decision.attempts;
-    tell_restart(plan, attempts);
-    plan = plan_of(attempts.current());
+    restarts.failures.push_back(failure->line());
+    log_warning(plan.told_by + failure->line() + "; all ranks start again (" + restarts.text() +
+                ")");
+    plan = plan_of(restarts.used());
   }
 }
 
@@ -618,8 +619,8 @@ class HostLaunch {
   void run_generation(const HostGeneration& generation, SignalCatcher& signals) {
     last_ = generation.number;
     const LaunchPlan plan = plan_of_(generation);
-    Attempts attempts;
-    Launcher launcher(plan, signals, attempts, &agent_, generation);
+    Restarts none;  // They are the hosts' to decide.
+    Launcher launcher(plan, signals, none, &agent_, generation);
     HostEnd end;
     try {
       const auto failure = launcher.run();
@@ -637,7 +638,7 @@ class HostLaunch {
   static HostEnd end_of_launch(const std::optional<WorkerFailure>& failure,
                                const Launcher& launcher) {
     if (!failure) return {.succeeded = launcher.succeeded()};
-    HostEnd end = end_of_host(*failure, launcher.late_signal());
+    HostEnd end = end_of_host(*failure);
     end.consequence = launcher.is_consequence();
     return end;
   }

@@ -120,11 +120,11 @@ struct WorkerFailure {
   bool report_is_all() const;
 };
 
-/// Runs the workers to their end, and again after a failure that a restart may mend (attempts.h),
-/// up to `max_restarts` times. `plan_of` gives the plan of each attempt, from 0, when nothing of
-/// the one before is left. What it holds outlives the attempt. A worker that is replaced while the
-/// others live on (LaunchPlan::generation_folder) counts as a restart. Returns when all succeeded.
-/// Throws
+/// Runs the workers to their end, and again after a failure, up to `max_restarts` times. Not where
+/// that cannot help: the program cannot be executed, or exit code 2 tells of wrong arguments.
+/// `plan_of` gives the plan of each attempt, from 0, when nothing of the one before is left. What
+/// it holds outlives the attempt. A worker that is replaced while the others live on
+/// (LaunchPlan::generation_folder) counts as a restart. Returns when all succeeded. Throws
 /// - WorkerError when one failed. The others got TERM and, after `grace`,
 ///   KILL. It tells the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after

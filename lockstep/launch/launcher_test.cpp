@@ -173,6 +173,57 @@ TEST_F(LauncherTest, AProgramThatCannotBeExecutedIsNamed) {
   expect_contains(failure(bad, 126), "Exec format error");
 }
 
+TEST_F(LauncherTest, AsManyRestartsAsAskedButNoneThatCannotHelp) {
+  // How often workers of this script start where so many restarts are allowed, and the error.
+  const auto started = [&](const std::string& script, int max_restarts) {
+    int attempts = 0;
+    std::string text;
+    try {
+      const auto plan_of = [&](int attempt) {
+        EXPECT_EQ(attempt, attempts++);
+        return plan({"N=" + std::to_string(attempt) + "; " + script});
+      };
+      launch(plan_of, max_restarts);
+    } catch (const WorkerError& error) {
+      text = error.what();
+    }
+    return std::pair(attempts, text);
+  };
+  EXPECT_EQ(started("true", 3), std::pair(1, std::string()));
+  EXPECT_EQ(started("[ $N = 2 ]", 3), std::pair(3, std::string()));
+  const auto none = started("exit 3", 0);
+  EXPECT_EQ(none.first, 1);
+  EXPECT_EQ(none.second.find("not started again"), std::string::npos) << "nobody asked for it";
+  const auto all = started("exit 1$N", 2);
+  EXPECT_EQ(all.first, 3);
+  for (const char* part : {"exited with code 12", "2 restarts of 2 used",
+                           "before, attempt 0: rank 0", "before, attempt 1: rank 0"})
+    expect_contains(all.second, part);
+  const auto usage = started("exit $((N + 1))", 5);
+  EXPECT_EQ(usage.first, 2);
+  expect_contains(usage.second, "exit code 2 tells of wrong arguments");
+}
+
+TEST_F(LauncherTest, ASignalWhileAFailureEndsTheOthersIsNoReasonToStartAgain) {
+  for (const int max_restarts : {1, 0}) {
+    std::thread sender([&] {
+      if (wait_for("told")) kill(getpid(), SIGTERM);
+    });
+    auto job = plan({"trap 'touch $OUT/told' TERM; touch $OUT/ready; while :; do sleep 0.01; done",
+                     "until [ -e $OUT/ready ]; do sleep 0.01; done; exit 7"});
+    int code = 0;
+    try {
+      launch([&](int) { return job; }, max_restarts);
+    } catch (const Error& error) {
+      code = error.exit_code();
+    }
+    EXPECT_EQ(code, max_restarts > 0 ? 128 + SIGTERM : 7)
+        << "without restarts the failure ended it";
+    sender.join();
+    for (const char* name : {"told", "ready"}) fs::remove(folder_.path() / name);
+  }
+}
+
 TEST_F(LauncherTest, AnErrorFileIsPartOfTheCause) {
   const auto text = failure(
       plan(

@@ -75,11 +75,6 @@ class Run(unittest.TestCase):
         code, attempts, err = self.started("no-such-program")
         self.assertEqual((code, attempts), (2, 0), err)
 
-    def test_the_same_failure_before_the_first_step_twice(self):
-        code, _, err = lockstep_run("--nproc-per-node", 2, "--max-restarts", 5, START, "missing-data")
-        self.assertNotEqual(code, 0)
-        self.assertEqual(err.count("start again"), 1, err)
-
     def test_a_signal_ends_all_attempts(self):
         with t.temporary_folder() as folder, \
                 Launched("--nproc-per-node", 2, "--max-restarts", 3, "sh", "-c", "touch $OUT/$RANK; echo > $OUT/$RANK; sleep 1000",
