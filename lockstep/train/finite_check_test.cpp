@@ -162,7 +162,7 @@ TEST_P(SkippedSteps, LeaveBuffersAsTheyWereOnAllRanks) {
                 seen[rank].buffers.push_back(buffers());
                 loop.run_epoch(0, 0, [&](const StepResult&) {
                   seen[rank].buffers.push_back(buffers());
-                  seen[rank].losses.push_back(loop.take_sums().front().loss_terms);
+                  seen[rank].losses.push_back(loop.take_sums().front().loss.weight);
                   return true;
                 });
               },

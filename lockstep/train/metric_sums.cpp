@@ -22,11 +22,8 @@ std::map<std::string, Ratio> reduce_named(const ProcessGroup& group,
   for (const auto& [name, ratio] : mine) object[name] = {ratio.sum, ratio.weight};
   std::map<std::string, Ratio> all;
   for (const json& of_rank : group.all_gather_object(object)) {
-    for (const auto& [name, ratio] : of_rank.items()) {
-      Ratio& total = all[name];
-      total.sum += ratio.at(0).get<double>();
-      total.weight += ratio.at(1).get<double>();
-    }
+    for (const auto& [name, ratio] : of_rank.items())
+      all[name].add({ratio.at(0).get<double>(), ratio.at(1).get<double>()});
   }
   return all;
 }
@@ -34,37 +31,22 @@ std::map<std::string, Ratio> reduce_named(const ProcessGroup& group,
 }  // namespace
 
 void MetricSums::add(const MetricSums& other) {
-  loss += other.loss;
-  loss_terms += other.loss_terms;
-  correct += other.correct;
-  classified += other.classified;
+  loss.add(other.loss);
+  accuracy.add(other.accuracy);
   samples += other.samples;
-  for (const auto& [name, ratio] : other.named) {
-    Ratio& total = named[name];
-    total.sum += ratio.sum;
-    total.weight += ratio.weight;
-  }
+  for (const auto& [name, ratio] : other.named) named[name].add(ratio);
 }
 
 void MetricSums::note(const std::string& name, double sum, double weight) {
-  if (name == "loss") {
-    loss += sum;
-    loss_terms += std::llround(weight);
-  } else if (name == "accuracy") {
-    correct += sum;
-    classified += std::llround(weight);
-  } else {
-    Ratio& total = named[name];
-    total.sum += sum;
-    total.weight += weight;
-  }
+  Ratio& total = name == "loss" ? loss : name == "accuracy" ? accuracy : named[name];
+  total.add({sum, weight});
 }
 
 std::map<std::string, double> MetricSums::values(const std::string& prefix) const {
-  std::map<std::string, double> values{{prefix + "loss", loss},
-                                       {prefix + "loss_terms", static_cast<double>(loss_terms)},
-                                       {prefix + "correct", correct},
-                                       {prefix + "classified", static_cast<double>(classified)},
+  std::map<std::string, double> values{{prefix + "loss", loss.sum},
+                                       {prefix + "loss_terms", loss.weight},
+                                       {prefix + "correct", accuracy.sum},
+                                       {prefix + "classified", accuracy.weight},
                                        {prefix + "samples", static_cast<double>(samples)}};
   for (const auto& [name, ratio] : named) {
     values[prefix + kNamed + name + ".sum"] = ratio.sum;
@@ -80,10 +62,8 @@ MetricSums MetricSums::from_values(const std::map<std::string, double>& values,
     return found == values.end() ? 0.0 : found->second;
   };
   MetricSums sums;
-  sums.loss = value("loss");
-  sums.loss_terms = static_cast<int64_t>(value("loss_terms"));
-  sums.correct = value("correct");
-  sums.classified = static_cast<int64_t>(value("classified"));
+  sums.loss = {value("loss"), value("loss_terms")};
+  sums.accuracy = {value("correct"), value("classified")};
   sums.samples = static_cast<int64_t>(value("samples"));
   const std::string start = prefix + kNamed;
   const std::string end = ".sum";
@@ -99,18 +79,15 @@ MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device,
                              const MetricSums& mine) {
   if (group.size() == 1) return mine;
   at::Tensor wire =
-      at::tensor({mine.loss, static_cast<double>(mine.loss_terms), mine.correct,
-                  static_cast<double>(mine.classified), static_cast<double>(mine.samples),
-                  static_cast<double>(mine.named.size())},
+      at::tensor({mine.loss.sum, mine.loss.weight, mine.accuracy.sum, mine.accuracy.weight,
+                  static_cast<double>(mine.samples), static_cast<double>(mine.named.size())},
                  at::device(device).dtype(at::kDouble));
   group.all_reduce(wire, ReduceOp::sum);
   const at::Tensor result = wire.cpu();
   const auto* values = result.const_data_ptr<double>();
   MetricSums sums;
-  sums.loss = values[0];
-  sums.loss_terms = std::llround(values[1]);
-  sums.correct = values[2];
-  sums.classified = std::llround(values[3]);
+  sums.loss = {values[0], values[1]};
+  sums.accuracy = {values[2], values[3]};
   sums.samples = std::llround(values[4]);
   if (values[5] > 0) sums.named = reduce_named(group, mine.named);
   return sums;
@@ -140,8 +117,8 @@ MetricSums reduce_over_shards(const ProcessGroup& group, c10::Device device, con
 Metrics metrics_of(const MetricSums& sums) {
   Metrics metrics;
   metrics.samples = sums.samples;
-  if (sums.loss_terms > 0) metrics.loss = sums.loss / static_cast<double>(sums.loss_terms);
-  if (sums.classified > 0) metrics.accuracy = sums.correct / static_cast<double>(sums.classified);
+  if (sums.loss.weight > 0) metrics.loss = sums.loss.sum / sums.loss.weight;
+  if (sums.accuracy.weight > 0) metrics.accuracy = sums.accuracy.sum / sums.accuracy.weight;
   for (const auto& [name, ratio] : sums.named) metrics.values[name] = ratio.sum / ratio.weight;
   return metrics;
 }

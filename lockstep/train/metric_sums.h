@@ -16,15 +16,19 @@ namespace lockstep {
 struct Ratio {
   double sum = 0;
   double weight = 0;
+
+  void add(const Ratio& other) {
+    sum += other.sum;
+    weight += other.weight;
+  }
 };
 
 /// Sums from which means come: a loss, an accuracy and what else a module notes. They are exact
-/// over any number of batches and ranks, because counts are whole and each sample is added once.
+/// over any number of batches and ranks, because counts are whole (exact in a double up to 2^53)
+/// and each sample is added once.
 struct MetricSums {
-  double loss = 0;         ///< Sum of the loss over `loss_terms`.
-  int64_t loss_terms = 0;  ///< Samples or their tokens; for mean squared error elements.
-  double correct = 0;      ///< Predictions whose largest output is the target's; 0 for regression.
-  int64_t classified = 0;  ///< Samples, or tokens, that have a class; 0 for regression.
+  Ratio loss = {};      ///< Over samples or their tokens; for mean squared error over elements.
+  Ratio accuracy = {};  ///< Right predictions over samples, or tokens, that have a class.
   int64_t samples = 0;
   std::map<std::string, Ratio> named = {};
 
@@ -38,9 +42,9 @@ struct MetricSums {
                                 const std::string& prefix);
 };
 
-/// The sums of all ranks, on all ranks: one all-reduce in double, in which counts up to 2^53 are
-/// exact. Where a rank has named ones, their names and sums are exchanged too, and added in the
-/// order of ranks. `device` is where the group's backend communicates.
+/// The sums of all ranks, on all ranks: one all-reduce in double. Where a rank has named ones,
+/// their names and sums are exchanged too, and added in the order of ranks. `device` is where the
+/// group's backend communicates.
 MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device, const MetricSums& mine);
 
 /// The sums of each of a rank's logical shards, in their order. Without shards there is one.

@@ -35,32 +35,6 @@ void check_loss(const at::Tensor& loss) {
 
 }  // namespace
 
-/// While it lives, what a batch tells of itself is not kept.
-class StepLoop::Unmeasured {
- public:
-  explicit Unmeasured(StepLoop& loop)
-      : loop_(loop),
-        noted_(loop.context_.sums),
-        loss_(std::exchange(loop.last_loss_, 0)),
-        rows_(std::exchange(loop.last_rows_, 0)),
-        bad_(loop.bad_batch_) {}
-  ~Unmeasured() {
-    loop_.context_.sums = std::move(noted_);
-    loop_.last_loss_ = loss_;
-    loop_.last_rows_ = rows_;
-    loop_.bad_batch_ = bad_;
-  }
-  Unmeasured(const Unmeasured&) = delete;
-  Unmeasured& operator=(const Unmeasured&) = delete;
-
- private:
-  StepLoop& loop_;
-  MetricSums noted_;
-  double loss_;
-  int64_t rows_;
-  bool bad_;
-};
-
 StepLoop::StepLoop(detail::TrainTask& task, const ProcessGroup& group,
                    const TrainerOptions& options)
     : task_(task),
@@ -106,9 +80,9 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
     if (!run_step(i, end)) break;
     if (automatic_) {
       if (before_step_) before_step_(step_ + 1);
-      parts_.front()->finish_step(step_ + 1, epoch,
-                                  {last_loss_ / static_cast<double>(last_rows_),
-                                   [this, end] { return loss_once_more(end - 1); }});
+      detail::TrainedPart& part = *parts_.front();
+      const auto again = [&] { return loss_once_more(part, work_of(end - 1, true)); };
+      part.finish_step(step_ + 1, epoch, {loss_.mean(), again});
     }
     count(times_.optimizer);
     context_.step = ++step_;
@@ -158,7 +132,7 @@ StepResult StepLoop::result_of(int64_t epoch, int64_t batches) {
   result.batches = batches;
   result.samples = std::exchange(samples_of_step_, 0) * shares_;
   result.lr = lr();
-  result.loss = last_loss_ / static_cast<double>(last_rows_);
+  result.loss = loss_.mean();
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   result.own_seconds = own_seconds() - step_start_;
   return result;
@@ -177,9 +151,7 @@ void StepLoop::count(double& part) {
 }
 
 void StepLoop::run_batch(int64_t index, bool last_of_step) {
-  bad_batch_ = false;
-  last_loss_ = 0;
-  last_rows_ = 0;
+  loss_ = {};
   if (automatic_) {
     detail::TrainedPart& part = *parts_.front();
     part.begin_step();
@@ -191,11 +163,14 @@ void StepLoop::run_batch(int64_t index, bool last_of_step) {
   note_batch();
 }
 
-/// Of a batch that has been run, for an optimizer that wants to know. It is not measured again.
-double StepLoop::loss_once_more(int64_t index) {
-  const Unmeasured unmeasured(*this);
-  parts_.front()->strategy().run_batch(work_of(index, /*last_of_step=*/true));
-  return last_loss_ / static_cast<double>(last_rows_);
+/// The loss of a batch that has been run, for an optimizer that wants to know. What the batch told
+/// of itself the first time stands.
+double StepLoop::loss_once_more(detail::TrainedPart& part, const BatchWork& work) {
+  const BatchLoss told = std::exchange(loss_, {});
+  const MetricSums noted = context_.sums;
+  part.strategy().run_batch(work);
+  context_.sums = noted;
+  return std::exchange(loss_, told).mean();
 }
 
 BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
@@ -222,23 +197,22 @@ BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
 at::Tensor StepLoop::judged(detail::TrainedPart& part, const at::Tensor& loss, int64_t rows) {
   check_loss(loss);
   const double value = loss.item<double>();
-  last_loss_ += value * static_cast<double>(rows);
-  last_rows_ += rows;
-  bad_batch_ = bad_batch_ || !std::isfinite(value);
+  loss_.sum += value * static_cast<double>(rows);
+  loss_.rows += rows;
+  loss_.is_bad = loss_.is_bad || !std::isfinite(value);
   return part.judged(loss, value, batches_of_step_);
 }
 
 /// Of a batch whose loss is not finite, and which is skipped for that, only the samples count.
 void StepLoop::note_batch() {
   MetricSums& noted = context_.sums;
-  if (bad_batch_ && options_.on_nan == OnNan::skip) {
+  if (loss_.is_bad && options_.on_nan == OnNan::skip) {
     noted = {};
-  } else if (automatic_ && noted.loss_terms == 0) {
-    noted.loss = last_loss_;
-    noted.loss_terms = last_rows_;
+  } else if (automatic_ && noted.loss.weight == 0) {
+    noted.loss = {loss_.sum, static_cast<double>(loss_.rows)};
   }
   // Of ranks that share a batch, those count it that have its loss.
-  noted.samples = automatic_ ? last_rows_ : task_.module->samples_of(task_.train->batch());
+  noted.samples = automatic_ ? loss_.rows : task_.module->samples_of(task_.train->batch());
   sums_.resize(task_.train->shards());
   sums_[shard_].add(noted);
   noted = {};
@@ -274,11 +248,8 @@ double StepLoop::update(const std::string& name, const std::function<at::Tensor(
   part.strategy().run_batch(work);
   if (last_of_step) {
     const double first = value;
-    part.finish_step(step_ + 1, context_.epoch, {first, [&] {
-                                                   const Unmeasured unmeasured(*this);
-                                                   part.strategy().run_batch(work);
-                                                   return value;
-                                                 }});
+    part.finish_step(step_ + 1, context_.epoch,
+                     {first, [&] { return loss_once_more(part, work); }});
     return first;
   }
   return value;

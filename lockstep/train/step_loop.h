@@ -66,11 +66,17 @@ class StepLoop {
   ShardSums take_sums() { return std::exchange(sums_, {}); }
 
  private:
-  class Unmeasured;
+  /// Of the last batch, over its parts where it comes in such.
+  struct BatchLoss {
+    double sum = 0;
+    int64_t rows = 0;
+    bool is_bad = false;  ///< It would hide that of all others.
+    double mean() const { return sum / static_cast<double>(rows); }
+  };
   int64_t steps_in(int64_t batches) const;
   bool run_step(int64_t first, int64_t end);
   void run_batch(int64_t index, bool last_of_step);
-  double loss_once_more(int64_t index);
+  double loss_once_more(detail::TrainedPart& part, const BatchWork& work);
   BatchWork work_of(int64_t index, bool last_of_step);
   /// Throws UsageError for a name that no optimizer has. Empty stands for the only one.
   detail::TrainedPart& part_named(const std::string& name) const;
@@ -97,9 +103,7 @@ class StepLoop {
   int64_t step_ = 0;
   int64_t batches_of_step_ = 1;
   int64_t samples_of_step_ = 0;
-  double last_loss_ = 0;  ///< Times `last_rows_`, where a batch comes in parts.
-  int64_t last_rows_ = 0;
-  bool bad_batch_ = false;  ///< Its loss would hide that of all others.
+  BatchLoss loss_;
   ShardSums sums_;
   std::chrono::steady_clock::time_point start_;
   double step_start_ = 0;  ///< By `own_seconds`.
