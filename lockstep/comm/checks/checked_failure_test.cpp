@@ -153,6 +153,22 @@ TEST(CheckedFailure, RankThatFailedAsWellSaysWhere) {
   EXPECT_THAT(outcomes[0].text(), HasSubstr("rank 1 failed in recv(from rank 2) into float32 [2]"));
 }
 
+TEST(CheckedFailure, WhatAnotherRankFailedInEndsTheSentence) {
+  std::atomic<int> failed{0};
+  const auto outcomes =
+      run_gloo(3, options_of(DebugLevel::off, 500), [&](int rank, Backend& backend) {
+        if (rank == 2) return wait_until([&] { return failed == 2; }, "ranks 0 and 1 to fail");
+        const auto outcome = outcome_of([&] { all_reduce(backend, at::ones({2}))->wait(); });
+        ++failed;
+        std::rethrow_exception(outcome.error);
+      });
+  for (const int rank : {0, 1}) {
+    EXPECT_THAT(outcomes[rank].text(), HasSubstr("failed in all_reduce(sum) of float32 [2], "));
+    EXPECT_THAT(outcomes[rank].text(), ::testing::Not(HasSubstr("', (timed out)")));
+    EXPECT_THAT(outcomes[rank].text(), ::testing::Not(HasSubstr("',; ")));
+  }
+}
+
 TEST(CheckedFailure, LostConnectionIsPeerLost) {
   // Rank 1's backend goes away, as in a process that ends; as it is this process, nobody has ended.
   auto store = c10::make_intrusive<c10d::HashStore>();

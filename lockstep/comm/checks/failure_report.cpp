@@ -27,11 +27,13 @@ struct Findings {
   bool store_lost = false;
 };
 
-std::string what_i_did(const CheckContext& context, const CallSignature& call) {
+/// `goes_on`: as the begin of a sentence.
+std::string what_i_did(const CheckContext& context, const CallSignature& call,
+                       bool goes_on = true) {
   std::string text = describe(call, context.names());
   if (call.is_message() || call.sequence == 0) return text + " in group '" + context.group() + "'";
   return text + ", collective " + std::to_string(call.sequence) + " of group '" + context.group() +
-         "',";
+         (goes_on ? "'," : "'");
 }
 
 /// One look at the store and the processes; true when no more need be waited for. A message has one
@@ -59,7 +61,7 @@ Findings investigate(CheckContext& context, const CallSignature& call) {
   Findings findings;
   const auto deadline = Clock::now() + kReportPatience;
   const auto pause = [] { std::this_thread::sleep_for(std::chrono::milliseconds(10)); };
-  context.tell_failed(what_i_did(context, call));
+  context.tell_failed(what_i_did(context, call, /*goes_on=*/false));
   try {
     while (!look(context, call.peer(), findings) && Clock::now() < deadline) pause();
   } catch (const std::exception&) {
