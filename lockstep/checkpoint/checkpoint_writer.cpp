@@ -19,11 +19,6 @@ constexpr const char* kOverlaps[] = {"none", "wait", "skip"};
 /// Another rank's disk may be slow. One that is lost is noticed sooner.
 constexpr std::chrono::hours kLongestWrite{1};
 
-void warn_of(std::string error) {
-  log_warning(
-      error.insert(std::min(error.find('\n'), error.size()), "; training goes on without it"));
-}
-
 }  // namespace
 
 CheckpointOverlap checkpoint_overlap(const std::string& name) {
@@ -78,14 +73,12 @@ bool CheckpointWriter::save(const CheckpointShards& shards, CheckpointOverlap ov
   pending_->thread = std::thread([this, &group, pending = pending_.get()] {
     try {
       pending->error = pending->save.write(group, folder_);
-      if (!pending->error.empty() && group.rank() == 0) {
-        warn_of(pending->error);
-      }
+      if (!pending->error.empty() && group.rank() == 0) log_warning(pending->error);
     } catch (const CommError& failure) {
       pending->error = failure.what();  // Training learns of it, too.
     } catch (const std::exception& failure) {
       pending->error = failure.what();
-      warn_of(pending->error);
+      log_warning(pending->error);
     }
     pending->done = true;
   });
