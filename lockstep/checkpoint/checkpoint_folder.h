@@ -145,6 +145,14 @@ StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefi
 
 namespace detail {
 
+/// Tensors in memory as parts of a checkpoint. Nothing is copied.
+std::vector<StoredTensor> in_memory(const std::vector<TensorShard>& shards);
+
+/// The checkpoint of rank `source`, in every rank's memory. `device` is where the group's backend
+/// communicates. A collective.
+StoredCheckpoint shared(const ProcessGroup& group, StoredCheckpoint checkpoint, int source,
+                        c10::Device device);
+
 /// That no checkpoint of a folder is whole.
 DamagedCheckpointError all_damaged(const std::filesystem::path& folder, size_t checkpoints);
 

@@ -90,42 +90,30 @@ StoredCheckpoint checked(const ProcessGroup& group, const std::string& path,
   return checkpoint;
 }
 
-json describe(const StateDict& tensors) {
-  json list = json::array();
-  for (const auto& [name, tensor] : tensors) {
-    list.push_back({name, static_cast<int>(tensor.scalar_type()), tensor.sizes().vec()});
-  }
-  return list;
-}
+}  // namespace
 
-/// Whole tensors of rank 0, as parts in every rank's memory.
-std::vector<StoredTensor> shared(const ProcessGroup& group, StateDict tensors, c10::Device device) {
+std::vector<StoredTensor> detail::in_memory(const std::vector<TensorShard>& shards) {
   std::vector<StoredTensor> stored;
-  const json described = group.broadcast_object(describe(tensors), 0);
-  for (size_t i = 0; i < described.size(); ++i) {
-    const auto dtype = static_cast<c10::ScalarType>(described[i].at(1).get<int>());
-    const auto sizes = described[i].at(2).get<std::vector<int64_t>>();
-    at::Tensor wire =
-        (group.rank() == 0 ? tensors[i].second : at::empty(sizes, dtype)).to(device).contiguous();
-    if (wire.numel() > 0) group.broadcast(wire, 0);
-    StoredPart part{{std::vector<int64_t>(sizes.size()), sizes}, {}, 0, wire.to(c10::kCPU)};
-    stored.push_back({described[i].at(0), dtype, sizes, {std::move(part)}});
+  for (const auto& shard : shards) {
+    const TensorBox box{shard.offsets, shard.values.sizes().vec()};
+    stored.push_back({shard.name,
+                      shard.values.scalar_type(),
+                      shard.sizes,
+                      {{.box = box, .file = {}, .values = shard.values}}});
   }
   return stored;
 }
 
-/// For ranks that do not see the files.
-StoredCheckpoint share(const ProcessGroup& group, StoredCheckpoint checkpoint, c10::Device device) {
-  checkpoint.info = detail::info_from(group.broadcast_object(detail::to_json(checkpoint.info), 0));
-  const bool is_first = group.rank() == 0;
-  checkpoint.model =
-      shared(group, is_first ? read_tensors(checkpoint, checkpoint.model) : StateDict(), device);
-  checkpoint.state =
-      shared(group, is_first ? read_tensors(checkpoint, checkpoint.state) : StateDict(), device);
+StoredCheckpoint detail::shared(const ProcessGroup& group, StoredCheckpoint checkpoint, int source,
+                                c10::Device device) {
+  checkpoint.info = info_from(group.broadcast_object(to_json(checkpoint.info), source));
+  for (auto* const tensors : {&checkpoint.model, &checkpoint.state}) {
+    const bool sends = group.rank() == source;
+    const StateDict own = sends ? read_tensors(checkpoint, *tensors) : StateDict();
+    *tensors = in_memory(whole_shards(broadcast_state(group, own, source, device)));
+  }
   return checkpoint;
 }
-
-}  // namespace
 
 void save_checkpoint(const ProcessGroup& group, CheckpointFolder& folder,
                      const CheckpointShards& shards) {
@@ -184,7 +172,7 @@ std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
                     checkpoint.info.libtorch + "; this is " + TORCH_VERSION);
       }
       if (seen_by_all) return checkpoint;
-      return share(group, std::move(checkpoint), device);
+      return detail::shared(group, std::move(checkpoint), 0, device);
     } catch (const DamagedCheckpointError& error) {
       if (resume != "auto" && is_checkpoint(resume)) throw;
       const std::string text = error.what();

@@ -13,6 +13,7 @@
 #include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/process_group.h"
+#include "lockstep/comm/tensor_shard.h"
 
 namespace lockstep {
 namespace {
@@ -89,6 +90,26 @@ json ProcessGroup::broadcast_object(const json& object, int src) const {
   if (rank() != src) bytes = byte_tensor(length.item<int64_t>(), where);
   broadcast(bytes, src);
   return rank() == src ? object : decode(bytes.cpu());
+}
+
+StateDict detail::broadcast_state(const ProcessGroup& group, const StateDict& own, int source,
+                                  c10::Device device) {
+  const bool sends = group.rank() == source;
+  json layout = json::array();
+  if (sends) {
+    for (const auto& [name, tensor] : own)
+      layout.push_back({name, tensor.sizes().vec(), static_cast<int>(tensor.scalar_type())});
+  }
+  StateDict state;
+  for (size_t i = 0; const json& entry : group.broadcast_object(layout, source)) {
+    const auto options =
+        at::TensorOptions(device).dtype(static_cast<at::ScalarType>(entry.at(2).get<int>()));
+    at::Tensor values = sends ? own[i++].second.detach().to(device).contiguous()
+                              : at::empty(entry.at(1).get<std::vector<int64_t>>(), options);
+    if (values.numel() > 0) group.broadcast(values, source);
+    state.emplace_back(entry.at(0), values.to(c10::kCPU));
+  }
+  return state;
 }
 
 json ProcessGroup::scatter_object(const std::vector<json>& objects, int src) const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <string>
@@ -9,6 +10,8 @@
 #include "lockstep/base/state_dict.h"
 
 namespace lockstep {
+
+class ProcessGroup;
 
 /// A part of a tensor: `sizes[d]` indices from `offsets[d]` on, in each dimension.
 struct TensorBox {
@@ -34,5 +37,14 @@ std::vector<TensorBox> boxes_of_range(const at::Tensor& like, int64_t begin, int
 /// The same with their values, which are a vector.
 std::vector<TensorShard> shards_of_range(const std::string& name, const at::Tensor& like,
                                          int64_t begin, const at::Tensor& values);
+
+namespace detail {
+
+/// The tensors of rank `source`, on the CPU of every rank. `own` counts there only. `device` is
+/// where the group's backend communicates. A collective.
+StateDict broadcast_state(const ProcessGroup& group, const StateDict& own, int source,
+                          c10::Device device);
+
+}  // namespace detail
 
 }  // namespace lockstep

@@ -1,51 +1,15 @@
 #include "lockstep/recovery/shared_state.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/tensor_shard.h"
 
 namespace lockstep::detail {
 namespace {
 
 using nlohmann::json;
-
-json layout_of(const StateDict& state) {
-  json layout = json::array();
-  for (const auto& [name, tensor] : state) {
-    layout.push_back({{"name", name},
-                      {"shape", tensor.sizes().vec()},
-                      {"dtype", static_cast<int>(tensor.scalar_type())}});
-  }
-  return layout;
-}
-
-StateDict empty_state(const json& layout) {
-  StateDict state;
-  for (const auto& entry : layout) {
-    const auto shape = entry.at("shape").get<std::vector<int64_t>>();
-    const auto dtype = static_cast<at::ScalarType>(entry.at("dtype").get<int>());
-    state.emplace_back(entry.at("name"), at::empty(shape, dtype));
-  }
-  return state;
-}
-
-/// One part of rank `source`, on every rank.
-StateDict receive(const NamedPart& named, int source, const ProcessGroup& group) {
-  const bool sends = group.rank() == source;
-  StateDict state = sends ? named.part.get() : StateDict{};
-  const json layout = group.broadcast_object(layout_of(state), source);
-  if (!sends) state = empty_state(layout);
-  for (auto& [name, tensor] : state) {
-    if (tensor.numel() == 0) continue;
-    at::Tensor values = tensor.detach().contiguous();
-    group.broadcast(values, source);
-    tensor = values;
-  }
-  return state;
-}
 
 void expect_same_parts(const std::vector<json>& ranks) {
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
@@ -83,8 +47,12 @@ StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgre
     return rank.at("complete").get<bool>() && rank.at("commits").get<int64_t>() == most;
   });
   if (all_alike) return furthest;
+  const auto device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
   std::vector<StateDict> received;
-  for (const auto& named : parts) received.push_back(receive(named, source, group));
+  for (const auto& named : parts) {
+    const StateDict own_part = group.rank() == source ? named.part.get() : StateDict();
+    received.push_back(broadcast_state(group, own_part, source, device));
+  }
   const bool needs_it = !own.complete || own.commits != most;
   for (size_t i = 0; needs_it && i < parts.size(); ++i) parts[i].part.set(received[i]);
   return furthest;

@@ -16,32 +16,6 @@ namespace {
 
 using nlohmann::json;
 
-constexpr const char* kInfo = "info";
-constexpr const char* kOfModel = "model.";
-constexpr const char* kOfState = "state.";
-
-StateDict flattened(const StoredCheckpoint& kept) {
-  const std::string text = to_json(kept.info).dump();
-  at::Tensor info = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
-  std::memcpy(info.mutable_data_ptr(), text.data(), text.size());
-  StateDict all{{kInfo, info}};
-  for (const auto& tensor : kept.model)
-    all.emplace_back(kOfModel + tensor.name, tensor.parts.front().values);
-  for (const auto& tensor : kept.state)
-    all.emplace_back(kOfState + tensor.name, tensor.parts.front().values);
-  return all;
-}
-
-StoredCheckpoint unflattened(const StateDict& all) {
-  const at::Tensor& info = all.front().second;
-  const auto* const text = static_cast<const char*>(info.const_data_ptr());
-  StoredCheckpoint kept;
-  kept.info = info_from(json::parse(text, text + info.numel()));
-  kept.model = in_memory(whole_shards(with_prefix_removed(all, kOfModel)));
-  kept.state = in_memory(whole_shards(with_prefix_removed(all, kOfState)));
-  return kept;
-}
-
 /// The sums of all ranks, on rank 0.
 void gather_sums(const char* name, const World& world, CheckpointInfo& info,
                  const CheckpointInfo* own) {
@@ -57,34 +31,28 @@ void gather_sums(const char* name, const World& world, CheckpointInfo& info,
 
 }  // namespace
 
-std::vector<StoredTensor> in_memory(const std::vector<TensorShard>& shards) {
-  std::vector<StoredTensor> stored;
-  for (const auto& shard : shards) {
-    const TensorBox box{shard.offsets, shard.values.sizes().vec()};
-    stored.push_back({shard.name,
-                      shard.values.scalar_type(),
-                      shard.sizes,
-                      {{.box = box, .file = {}, .values = shard.values}}});
-  }
-  return stored;
-}
-
 std::shared_ptr<const StoredCheckpoint> share_kept_state(
     const std::shared_ptr<const StoredCheckpoint>& own, const World& world) {
-  const json mine = own ? json{{"step", own->info.step}, {"log", own->info.values.at(kLoggedStep)}}
-                        : json{{"step", -1}};
-  const auto ranks = world.group().all_gather_object(mine);
-  const auto first =
-      std::find_if(ranks.begin(), ranks.end(), [](const json& rank) { return rank["step"] >= 0; });
-  if (first == ranks.end()) return nullptr;
+  const ProcessGroup& group = world.group();
+  const int64_t own_step = own ? own->info.step : -1;
+  const auto ranks = group.all_gather_object(
+      {{"step", own_step}, {"log", own ? own->info.values.at(kLoggedStep) : 0}});
+  const auto step_of = [](const json& rank) { return rank.at("step").get<int64_t>(); };
+  const auto source =
+      std::max_element(ranks.begin(), ranks.end(),
+                       [&](const json& a, const json& b) { return step_of(a) < step_of(b); });
+  if (step_of(*source) < 0) return nullptr;
   StoredCheckpoint kept = own ? *own : StoredCheckpoint();
-  share_state({{"training",
-                {.get = [&] { return flattened(kept); },
-                 .set = [&](const StateDict& all) { kept = unflattened(all); }}}},
-              {.complete = own != nullptr, .commits = own ? own->info.step : 0}, world.group());
+  const auto is_furthest = [&](const json& rank) { return step_of(rank) == step_of(*source); };
+  if (!std::all_of(ranks.begin(), ranks.end(), is_furthest)) {
+    auto theirs = shared(group, kept, static_cast<int>(source - ranks.begin()), world.device());
+    if (own_step < step_of(*source)) kept = std::move(theirs);
+  }
   for (const char* sums : {kEpochSums, kLogSums})
     gather_sums(sums, world, kept.info, own ? &own->info : nullptr);
   // Of the rank that wrote the last log, if it lives.
+  const auto first = std::find_if(ranks.begin(), ranks.end(),
+                                  [&](const json& rank) { return step_of(rank) >= 0; });
   kept.info.values[kLoggedStep] = first->at("log").get<double>();
   return std::make_shared<const StoredCheckpoint>(std::move(kept));
 }

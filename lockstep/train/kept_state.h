@@ -14,9 +14,6 @@ inline constexpr const char* kEpochSums = "epoch.";
 inline constexpr const char* kLogSums = "log.";
 inline constexpr const char* kLoggedStep = "log.step";
 
-/// Tensors in memory as parts of a checkpoint. Nothing is copied.
-std::vector<StoredTensor> in_memory(const std::vector<TensorShard>& shards);
-
 /// Gives all ranks the state after a finished step of a rank that is furthest. `own` is this
 /// rank's; null where it has none. What living ranks have measured since the last log and in the
 /// epoch goes to rank 0. Null where no rank has a state. Collective.
