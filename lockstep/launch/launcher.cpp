@@ -68,13 +68,6 @@ bool tells_of_a_lost_peer(const std::string& text) {
   return false;
 }
 
-Job::Options job_options(const LaunchPlan& plan) {
-  Job::Options options;
-  options.grace = plan.grace;
-  options.signal_grace = plan.signal_grace;
-  return options;
-}
-
 std::set<int> ranks_of(const LaunchPlan& plan) {
   std::set<int> ranks;
   for (const auto& worker : plan.workers) ranks.insert(worker.rank);
@@ -113,20 +106,8 @@ struct Restarts {
   }
 };
 
-/// What they mean is the workers' to know: Slurm sends one before it ends a job.
-constexpr int kMessages[] = {SIGUSR1, SIGUSR2};
-
-bool is_message(const LaunchPlan& plan, int signal) {
-  return std::find(std::begin(kMessages), std::end(kMessages), signal) != std::end(kMessages) &&
-         std::find(plan.signals.begin(), plan.signals.end(), signal) == plan.signals.end();
-}
-
-std::vector<int> caught_signals(const LaunchPlan& plan) {
-  auto signals = plan.signals;
-  for (const int signal : kMessages) {
-    if (std::find(signals.begin(), signals.end(), signal) == signals.end())
-      signals.push_back(signal);
-  }
+std::vector<int> with_messages(std::vector<int> signals) {
+  signals.insert(signals.end(), {SIGUSR1, SIGUSR2});
   return signals;
 }
 
@@ -147,7 +128,7 @@ class Launcher {
         one_console_(same_file(STDOUT_FILENO, STDERR_FILENO)),
         out_copies_(plan.out_copies),
         err_copies_(plan.err_copies),
-        job_(static_cast<int>(plan.workers.size()), job_options(plan)) {
+        job_(static_cast<int>(plan.workers.size()), plan.job) {
     for (const auto& worker : plan.workers) {
       streams_.push_back(std::make_unique<WorkerStream>(worker.out, worker.rank, worker.prefix,
                                                         STDOUT_FILENO, out_, out_copies_));
@@ -292,7 +273,8 @@ class Launcher {
   }
 
   void take_signal(int signal, Time now) {
-    if (is_message(plan_, signal)) {
+    const auto& own = plan_.signals;
+    if (is_message(signal) && std::find(own.begin(), own.end(), signal) == own.end()) {
       has_passed_usr1_on_ = has_passed_usr1_on_ || signal == SIGUSR1;
       return send(signal);
     }
@@ -543,7 +525,7 @@ std::string text_of(const WorkerFailure& last, const Restarts& restarts,
 void launch(const std::function<LaunchPlan(int attempt)>& plan_of, int max_restarts) {
   ensure_standard_descriptors();
   LaunchPlan plan = plan_of(0);
-  SignalCatcher signals(caught_signals(plan));  // Between attempts too.
+  SignalCatcher signals(with_messages(plan.signals));  // Between attempts too.
   Restarts restarts{.most = max_restarts};
   while (true) {
     auto launcher = std::make_unique<Launcher>(plan, signals, restarts);
@@ -590,7 +572,7 @@ class HostLaunch {
     pollfd fds[] = {{signals.fd(), POLLIN, 0}, {agent_.event_fd(), POLLIN, 0}};
     ::poll(fds, 2, -1);
     while (const auto signal = signals.next()) {
-      if (signal == SIGUSR1 || signal == SIGUSR2) continue;  // To workers, and there are none.
+      if (is_message(*signal)) continue;  // To workers, and there are none.
       const auto now = Clock::now();
       const bool again = signal_ != 0 && now - signalled_at_ >= kSameSignal;
       if (again) throw InterruptedError(*signal);
@@ -655,9 +637,7 @@ class HostLaunch {
 void launch(HostAgent& agent, const std::vector<int>& signals,
             const std::function<LaunchPlan(const HostGeneration&)>& plan_of) {
   ensure_standard_descriptors();
-  LaunchPlan any;
-  any.signals = signals;
-  SignalCatcher catcher(caught_signals(any));
+  SignalCatcher catcher(with_messages(signals));
   HostLaunch(agent, plan_of).run(catcher);
 }
 

@@ -75,9 +75,8 @@ struct LaunchPlan {
   /// Of a worker that reported its failure and exited, that report is the error: "rank 1: no file".
   bool reports_suffice = false;
   std::filesystem::path
-      scratch;  ///< A folder to remove at the end, however it comes; may be empty.
-  std::chrono::milliseconds grace{800};                           ///< See Job::Options.
-  std::chrono::milliseconds signal_grace{30'000};                 ///< See Job::Options.
+      scratch;            ///< A folder to remove at the end, however it comes; may be empty.
+  Job::Options job = {};  ///< How long workers may take to end.
   std::vector<int> signals = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};  ///< Those that are forwarded.
   /// The GenerationFolder, which workers find by kGenerationFolderVariable. When one fails of
   /// itself, the others go on without it if they have announced that they can, and a new process
@@ -125,10 +124,11 @@ struct WorkerFailure {
 /// `plan_of` gives the plan of each attempt, from 0, when nothing of the one before is left. What
 /// it holds outlives the attempt. A worker that is replaced while the others live on
 /// (LaunchPlan::generation_folder) counts as a restart. Returns when all succeeded. Throws
-/// - WorkerError when one failed. The others got TERM and, after `grace`,
-///   KILL. It tells the last attempt's failure, and those before in a line each.
+/// - WorkerError when one failed. The others got TERM and, after Job::Options::grace, KILL. It
+/// tells
+///   the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
-///   `signal_grace` or at the second signal.
+///   Job::Options::signal_grace or at the second signal.
 /// - SystemError(EPIPE) when nobody reads our output any more. The workers were told to stop.
 /// - what `serve` throws, after the workers are gone.
 /// In each case no worker and no descendant of one is left.

@@ -88,7 +88,7 @@ void make_room_for_ranks(const RankLayout& layout) {
                             "cannot start " + counted(layout.local_size, "rank"));
 }
 
-ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said) {
+Job::Options job_options(std::optional<std::chrono::milliseconds> said) {
   if (const auto text = env_string(kShutdownVariable); text && !said) {
     const auto seconds = parse_double(*text);
     if (!seconds || !(*seconds >= 0 && *seconds <= 86400)) {
@@ -97,7 +97,7 @@ ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said) 
     }
     said = std::chrono::milliseconds(static_cast<int64_t>(*seconds * 1000));
   }
-  return said ? ShutdownTimeout{*said, *said} : ShutdownTimeout{};
+  return said ? Job::Options{.grace = *said, .signal_grace = *said} : Job::Options{};
 }
 
 }  // namespace lockstep::launch

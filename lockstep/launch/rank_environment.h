@@ -9,6 +9,7 @@
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
+#include "lockstep/launch/job.h"
 
 namespace lockstep::launch {
 
@@ -50,12 +51,9 @@ std::vector<std::pair<std::string, std::string>> rank_environment(const RankLayo
 void make_room_for_ranks(const RankLayout& layout);
 
 /// Between telling workers to end and killing them. Where `said` is none, the seconds of torchrun's
-/// variable count, else 0.8 s after a failure, and 30 s after a signal that the user has sent: long
-/// enough to save a checkpoint. Throws UsageError for a variable that is no number of seconds.
-struct ShutdownTimeout {
-  std::chrono::milliseconds after_failure{800}, after_signal{30'000};
-};
-ShutdownTimeout shutdown_timeout(std::optional<std::chrono::milliseconds> said);
+/// variable count, else the defaults. Throws UsageError for a variable that is no number of
+/// seconds.
+Job::Options job_options(std::optional<std::chrono::milliseconds> said);
 inline constexpr const char* kShutdownVariable = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
 
 }  // namespace lockstep::launch

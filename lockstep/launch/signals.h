@@ -13,6 +13,11 @@ namespace lockstep::launch {
 /// background jobs of a shell without job control. Any other is handled all the same.
 constexpr int kStayIgnored[] = {SIGHUP, SIGINT, SIGQUIT};
 
+/// What these mean is between a worker and who sends them: Slurm sends one before it ends a job.
+inline bool is_message(int signal) {
+  return signal == SIGUSR1 || signal == SIGUSR2;
+}
+
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
 /// ignored. Those of `kStayIgnored` that were ignored stay so. What was before is put back at
 /// destruction. By handlers and a pipe and not by signalfd, because a signal to a program with

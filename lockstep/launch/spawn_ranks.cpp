@@ -187,9 +187,7 @@ struct Parent {
     plan.shows_first_member = follows;
     plan.scratch = folder;
     if (call.recovers) plan.generation_folder = folder;
-    const auto timeout = shutdown_timeout(options.shutdown_timeout);
-    plan.grace = timeout.after_failure;
-    plan.signal_grace = timeout.after_signal;
+    plan.job = job_options(options.shutdown_timeout);
     plan.repeat_shown_lines = !call.prints_failure;
     plan.reports_suffice = call.prints_failure;
     plan.told_by = call.name + ": ";

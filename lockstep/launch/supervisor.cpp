@@ -1,7 +1,6 @@
 #include "lockstep/launch/supervisor.h"
 
 #include <fcntl.h>
-#include <linux/close_range.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/signalfd.h>
@@ -34,23 +33,15 @@ struct Order {
   int32_t value;  ///< The signal, or which process of the plan.
 };
 
-void close_between(unsigned first, unsigned last) {
-  if (first > last) return;
-  if (syscall(SYS_close_range, first, last, 0) == 0) return;
-  const unsigned end = std::min<unsigned>(last, static_cast<unsigned>(sysconf(_SC_OPEN_MAX)));
-  for (unsigned fd = first; fd <= end; ++fd) ::close(static_cast<int>(fd));
-}
-
 /// Closes every descriptor above 2 that is not in `kept`.
 void close_others(std::vector<int> kept) {
   std::sort(kept.begin(), kept.end());
-  unsigned next = 3;
+  int next = 3;
   for (const int fd : kept) {
-    if (fd < 3) continue;
-    if (static_cast<unsigned>(fd) > next) close_between(next, static_cast<unsigned>(fd) - 1);
-    next = static_cast<unsigned>(fd) + 1;
+    while (next < fd) ::close(next++);
+    next = std::max(next, fd + 1);
   }
-  close_between(next, ~0U);
+  ::closefrom(next);
 }
 
 void reset_signals(const std::vector<int>& ignored) {
@@ -245,11 +236,9 @@ class SupervisorProcess {
   }
 
   void signal_all(int signal) const {
-    // What USR1 and USR2 mean is between the worker and who sends them: a child of the worker's
-    // would die of them.
-    const bool is_message = signal == SIGUSR1 || signal == SIGUSR2;
     for (const pid_t pid : pids_) {
-      if (pid > 0) ::kill(is_message ? pid : -pid, signal);
+      // A child of the worker's would die of a message.
+      if (pid > 0) ::kill(is_message(signal) ? pid : -pid, signal);
     }
   }
 

@@ -46,10 +46,8 @@ WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix,
       file_(plan.inherit ? std::filesystem::path() : plan.file) {
   if (inherit_) return;
   int fds[2];
-  if (::pipe2(fds, O_CLOEXEC) != 0) {
-    throw SystemError("cannot make a pipe for a worker's output", errno,
-                      errno == EMFILE ? "raise the limit of open files (ulimit -n)" : "");
-  }
+  if (::pipe2(fds, O_CLOEXEC) != 0)
+    throw SystemError("cannot make a pipe for a worker's output", errno);
   read_.reset(fds[0]);
   write_.reset(fds[1]);
   fcntl(read_.get(), F_SETFL, O_NONBLOCK);

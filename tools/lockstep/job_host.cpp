@@ -119,7 +119,7 @@ elastic::AgentOptions agent_options(const RunOptions& options) {
   agent.embedded_registry = meeting.backend != Backend::etcd;
   agent.contact_limit = kSilences * meeting.keep_alive;
   // An agent's lease ends by keep_alive after its last contact: so long may it be late, too.
-  agent.contact_margin = launch::shutdown_timeout(options.shutdown_timeout).after_failure;
+  agent.contact_margin = launch::job_options(options.shutdown_timeout).grace;
   return agent;
 }
 

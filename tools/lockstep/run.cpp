@@ -333,9 +333,7 @@ launch::LaunchPlan launch_plan(const RunOptions& options, const launch::RankLayo
     plan.err_copies = {logs.shared_file("filtered_stderr.log"), options.err_filters};
   plan.scratch = logs.scratch();
   plan.repeat_shown_lines = false;
-  const auto timeout = launch::shutdown_timeout(options.shutdown_timeout);
-  plan.grace = timeout.after_failure;
-  plan.signal_grace = timeout.after_signal;
+  plan.job = launch::job_options(options.shutdown_timeout);
   plan.signals = options.signals;
   plan.told_by = "lockstep run: ";
   plan.how_to_go_on =
