@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 
 template <>
 struct nlohmann::adl_serializer<std::optional<int>> {
@@ -27,20 +26,14 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(AgentRecord, nproc, node_rank, hosts_registry
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(EarlierGeneration, number, agents)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(JobEnd, kind, exit_code, text)
 
-/// "ID NPROC LIFE". With many hosts this is the largest part, so it is short.
+/// [ID, NPROC, LIFE]. With many hosts this is the largest part, so it is short.
 inline void to_json(Json& json, const Member& member) {
-  json = member.agent + " " + std::to_string(member.nproc) + " " + std::to_string(member.life);
+  json = {member.agent, member.nproc, member.life};
 }
 
 inline void from_json(const Json& json, Member& member) {
-  const auto& text = json.get_ref<const std::string&>();
-  const auto parts = split(text, ' ');
-  const auto number = [&](size_t part) {
-    return part < parts.size() ? parse_int(parts[part]) : std::nullopt;
-  };
-  const auto nproc = number(1), life = number(2);
-  if (!nproc || !life || *nproc < 1) throw DataError("no member: '" + text + "'");
-  member = {parts[0], static_cast<int>(*nproc), static_cast<int>(*life)};
+  member = {json.at(0), json.at(1), json.at(2)};
+  if (member.nproc < 1) throw DataError("no member: " + json.dump());
 }
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(GenerationRecord, job, number, members, store_address,

@@ -48,7 +48,7 @@ struct AgentRecord {
 };
 
 struct Member {
-  std::string agent;   ///< Its id; no blank in it.
+  std::string agent;   ///< Its id.
   int nproc = 1;       ///< Workers.
   int life = 0;        ///< See AgentRecord.
   int first_rank = 0;  ///< Of its workers. Not in JSON: it follows from those before.

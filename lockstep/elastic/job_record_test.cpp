@@ -34,10 +34,10 @@ TEST(ElasticRecords, GenerationsComeBackFromJson) {
 }
 
 TEST(ElasticRecords, WhatIsNoRecordIsRefused) {
-  for (const char* text :
-       {"", "{", "[]", "7", "{}", R"({"job":"a","number":1,"members":["a"]})",
-        R"({"job":"a","number":1,"members":["a 0 0"]})", R"({"job":"a","number":"1","members":[]})",
-        R"({"job":"a","number":1,"members":[],"end":{"kind":"odd"}})"})
+  for (const char* text : {"", "{", "[]", "7", "{}", R"({"job":"a","number":1,"members":[["a"]]})",
+                           R"({"job":"a","number":1,"members":[["a",0,0]]})",
+                           R"({"job":"a","number":"1","members":[]})",
+                           R"({"job":"a","number":1,"members":[],"end":{"kind":"odd"}})"})
     EXPECT_THROW(decode_generation(text), DataError) << text;
   EXPECT_THROW(decode_agent(R"({"host":"a"})"), DataError);
 }
