@@ -74,11 +74,6 @@ std::set<int> ranks_of(const LaunchPlan& plan) {
   return ranks;
 }
 
-std::optional<Recovery> recovery_of(const LaunchPlan& plan) {
-  if (plan.generation_folder.empty()) return std::nullopt;
-  return Recovery(plan.generation_folder, ranks_of(plan));
-}
-
 /// Why another attempt would end in the same way. Empty: it may succeed.
 std::string why_not_again(const WorkerFailure& failure) {
   if (failure.start_errno != 0) return "the program cannot be executed";
@@ -121,7 +116,6 @@ class Launcher {
         signals_(signals),
         restarts_(restarts),
         agent_(agent),
-        recovery_(agent ? std::nullopt : recovery_of(plan)),
         generation_(generation.number),
         out_(STDOUT_FILENO),
         err_(STDERR_FILENO),
@@ -136,8 +130,10 @@ class Launcher {
                                                         STDERR_FILENO, one_console_ ? out_ : err_,
                                                         err_copies_));
     }
-    if (agent && !plan.generation_folder.empty())
+    if (!plan.generation_folder.empty() && agent)
       host_recovery_.emplace(plan.generation_folder, ranks_of(plan), generation);
+    else if (!plan.generation_folder.empty())
+      recovery_.emplace(plan.generation_folder, ranks_of(plan));
     pids_.resize(plan.workers.size(), -1);
     reports_.resize(plan.workers.size());
   }
@@ -606,7 +602,8 @@ class HostLaunch {
     HostEnd end;
     try {
       const auto failure = launcher.run();
-      end = end_of_launch(failure, launcher);
+      end = failure ? end_of_host(*failure) : HostEnd{.succeeded = launcher.succeeded()};
+      end.consequence = launcher.is_consequence();
     } catch (const InterruptedError& error) {
       signal_ = error.signal_number();
       agent_.leave();
@@ -615,14 +612,6 @@ class HostLaunch {
     }
     last_ = launcher.generation();
     agent_.ended(last_, end);
-  }
-
-  static HostEnd end_of_launch(const std::optional<WorkerFailure>& failure,
-                               const Launcher& launcher) {
-    if (!failure) return {.succeeded = launcher.succeeded()};
-    HostEnd end = end_of_host(*failure);
-    end.consequence = launcher.is_consequence();
-    return end;
   }
 
   HostAgent& agent_;
