@@ -322,11 +322,8 @@ void Agent::report_unstarted() {
     if (report_.generation < number)
       report_ = {.generation = number, .state = Report::State::stopped};
   };
-  for (const auto& earlier : record_->earlier) {
-    if (std::find(earlier.agents.begin(), earlier.agents.end(), options_.id) !=
-        earlier.agents.end())
-      report(earlier.number);
-  }
+  for (const auto& earlier : record_->earlier)
+    if (earlier.has(options_.id)) report(earlier.number);
   const auto index = record_->index_of(options_.id);
   if (index && (leaving_ || record_->members[*index].life != life_)) report(record_->number);
 }
@@ -358,10 +355,8 @@ void Agent::begin(size_t index) {
 
 /// Takes out the generations that have us as a member, for we run none of them. False: no such one.
 bool Agent::clear_own(GenerationRecord& record) const {
-  return std::erase_if(record.earlier, [&](const auto& earlier) {
-           return std::find(earlier.agents.begin(), earlier.agents.end(), options_.id) !=
-                  earlier.agents.end();
-         }) > 0;
+  return std::erase_if(record.earlier,
+                       [&](const auto& earlier) { return earlier.has(options_.id); }) > 0;
 }
 
 std::string Agent::token() const {

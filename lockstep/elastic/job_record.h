@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -59,6 +60,9 @@ struct Member {
 struct EarlierGeneration {
   int64_t number = 0;
   std::vector<std::string> agents;
+  bool has(const std::string& agent) const {
+    return std::find(agents.begin(), agents.end(), agent) != agents.end();
+  }
   bool operator==(const EarlierGeneration&) const = default;
 };
 
