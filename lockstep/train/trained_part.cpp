@@ -362,12 +362,11 @@ void load_precision_state(const TrainedParts& parts, const StateDict& state) {
 }
 
 void load_model_state(TrainingModuleBase& root, const TrainedParts& parts, const StateDict& state) {
-  const StateDict others = tensors_of_no_part(root, parts);
+  std::map<std::string, at::Tensor> others;
+  for (auto& item : tensors_of_no_part(root, parts)) others.insert(std::move(item));
   StateDict of_parts;
-  std::set<std::string> loaded;
   for (const auto& [name, tensor] : state) {
-    const auto same = [&, &wanted = name](const auto& other) { return other.first == wanted; };
-    const auto found = std::find_if(others.begin(), others.end(), same);
+    const auto found = others.find(name);
     if (found == others.end()) {
       of_parts.emplace_back(name, tensor);
       continue;
@@ -376,13 +375,11 @@ void load_model_state(TrainingModuleBase& root, const TrainedParts& parts, const
       throw CheckpointError("the checkpoint's model.safetensors does not fit the module: " + name +
                             " has another shape");
     }
-    at::Tensor(found->second).copy_(tensor);
-    loaded.insert(name);
+    found->second.copy_(tensor);
+    others.erase(found);
   }
-  for (const auto& [name, tensor] : others) {
-    if (loaded.contains(name)) continue;
-    throw CheckpointError("the checkpoint's model.safetensors lacks " + name);
-  }
+  if (!others.empty())
+    throw CheckpointError("the checkpoint's model.safetensors lacks " + others.begin()->first);
   for (const auto& part : parts) {
     part->strategy().load_model_state(with_prefix_removed(of_parts, prefix_of(*part, parts)));
   }
