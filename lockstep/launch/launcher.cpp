@@ -221,7 +221,7 @@ class Launcher {
     if (recovery_) look_after_generation(now);
     if (host_recovery_ && job_.running()) kill_hanging(host_recovery_->hanging(now));
     pump(now);
-    if (job_.all_ended() && !leaving_) leave_if_ready();
+    if (job_.all_ended() && !serving_.valid()) supervisor_->finish();
   }
 
   int wait_ms() const {
@@ -422,12 +422,6 @@ class Launcher {
     }
   }
 
-  void leave_if_ready() {
-    if (serving_.valid()) return;
-    leaving_ = true;
-    supervisor_->finish();
-  }
-
   WorkerFailure failure_of(int index, const WorkerEnd& end) {
     const auto i = static_cast<size_t>(index);
     const auto& worker = plan_.workers[i];
@@ -492,7 +486,6 @@ class Launcher {
   std::exception_ptr serve_failure_;
   std::unique_ptr<Supervisor> supervisor_;
   std::optional<Time> drain_until_;
-  bool leaving_ = false;
   bool supervisor_killed_ = false;
   bool leaves_at_once_ = false;  ///< Output is not waited for.
   int output_failure_ = 0;
