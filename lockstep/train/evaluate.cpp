@@ -46,48 +46,32 @@ void share_buffers(TrainingModuleBase& module, const detail::TrainedParts& parts
   if (group.size() > 1) detail::broadcast_tensors(others, group);
 }
 
-/// What one batch notes, by whichever way the strategies run a module.
-class Evaluation {
- public:
-  Evaluation(TrainingModuleBase& module, const detail::TrainedParts& parts, detail::BatchFeed& feed)
-      : module_(module), parts_(parts), feed_(feed), supervised_(module.as_supervised()) {}
+/// Within the predictions of all parts from `first` on: each makes its own parameters usable.
+void within(const detail::TrainedParts& parts, size_t first, const std::function<void()>& body) {
+  if (first == parts.size()) return body();
+  parts[first]->strategy().predict(
+      [&] {
+        within(parts, first + 1, body);
+        return at::Tensor();
+      },
+      {});
+}
 
-  void run_batch(int64_t index) {
-    if (supervised_ && !parts_.empty()) return run_supervised();
-    within(0, [&] { module_.run_validation_step(feed_.batch(), index); });
-    note_samples();
+/// The module notes the metrics of a batch, by whichever way the strategies run it. False: another
+/// rank has the output.
+bool run_batch(TrainingModuleBase& module, const detail::TrainedParts& parts,
+               const detail::AnyBatch& batch, int64_t index) {
+  SupervisedModule* const supervised = module.as_supervised();
+  if (!supervised || parts.empty()) {
+    within(parts, 0, [&] { module.run_validation_step(batch, index); });
+    return true;
   }
-
-  detail::TrainingContext context;
-
- private:
-  void run_supervised() {
-    const Batch& batch = feed_.batch().as<Batch>();
-    const auto output = parts_.front()->strategy().predict(
-        [&] { return supervised_->forward(batch.data); }, batch.data);
-    if (!output) return;
-    supervised_->validate(SupervisedModule::in_float32(*output), batch.target);
-    note_samples();
-  }
-
-  /// Within the predictions of all parts from `first` on: each makes its own parameters usable.
-  void within(size_t first, const std::function<void()>& body) {
-    if (first == parts_.size()) return body();
-    parts_[first]->strategy().predict(
-        [&] {
-          within(first + 1, body);
-          return at::Tensor();
-        },
-        {});
-  }
-
-  void note_samples() { context.sums.samples += module_.samples_of(feed_.batch()); }
-
-  TrainingModuleBase& module_;
-  const detail::TrainedParts& parts_;
-  detail::BatchFeed& feed_;
-  SupervisedModule* supervised_;
-};
+  const Batch& own = batch.as<Batch>();
+  const auto output =
+      parts.front()->strategy().predict([&] { return supervised->forward(own.data); }, own.data);
+  if (output) supervised->validate(SupervisedModule::in_float32(*output), own.target);
+  return output.has_value();
+}
 
 }  // namespace
 
@@ -97,18 +81,18 @@ Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
   const at::NoGradGuard no_grad;
   const EvaluationMode mode(module);
   share_buffers(module, parts, group);
-  Evaluation evaluation(module, parts, feed);
-  evaluation.context.device = feed.device();
-  const detail::TrainingContext::Scope scope(module, evaluation.context);
+  detail::TrainingContext context{.device = feed.device()};
+  const detail::TrainingContext::Scope scope(module, context);
   ShardSums sums(feed.shards());
   feed.start(0, 0);
   const auto run_batches = [&](int64_t index) {
     for (size_t shard = 0; shard < sums.size(); ++shard) {
       feed.select(shard);
       if (!feed.next_without_padding()) return false;
-      evaluation.run_batch(index);
-      if (feed.has_samples()) sums[shard].add(evaluation.context.sums);
-      evaluation.context.sums = {};
+      if (run_batch(module, parts, feed.batch(), index))
+        context.sums.samples += module.samples_of(feed.batch());
+      if (feed.has_samples()) sums[shard].add(context.sums);
+      context.sums = {};
     }
     return true;
   };
