@@ -43,14 +43,16 @@ concept BatchLoaders = BatchLoader<typename detail::LoaderOf<L>::type, B>;
 
 namespace detail {
 
-/// A loader without its type, and its batches as the module wants them: on the device, and in the
-/// dtype of its parameters.
+/// Loaders without their type, and their batches as the module wants them: on the device, and in
+/// the dtype of its parameters. With logical shards each has a loader of its own, else there is
+/// one. What is about batches is of the selected loader, at first the first.
 class BatchFeed {
  public:
   virtual ~BatchFeed() = default;
   virtual int64_t batches_per_epoch() const = 0;
   /// Of all ranks together, in a batch that is full; 0 where the loader does not say.
   virtual int64_t samples_per_batch() const = 0;
+  /// Starts all loaders.
   virtual void start(int64_t epoch, int64_t first_batch) = 0;
   /// From now on so many samples of an epoch's order are done: see DataLoader::skip. False where
   /// the loader cannot.
@@ -71,14 +73,12 @@ class BatchFeed {
   /// How the data is shared; null where the loader does not say.
   virtual const SamplerOptions* sampler() const = 0;
 
-  /// With logical shards each has a loader of its own. What is about batches is of the selected
-  /// one, at first the first; `start` starts all.
-  virtual size_t shards() const { return 1; }
-  virtual void select(size_t shard) {}
+  virtual size_t shards() const = 0;
+  void select(size_t shard) { selected_ = shard; }
 
-  virtual void move_to(c10::Device device) { device_ = device; }
+  void move_to(c10::Device device) { device_ = device; }
   /// Floating-point tensors of the batches that the loader gives become of this dtype.
-  virtual void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
+  void cast_to(at::ScalarType dtype) { dtype_ = dtype; }
   c10::Device device() const { return device_; }
   bool has_samples() const { return has_samples_; }
 
@@ -86,7 +86,11 @@ class BatchFeed {
   c10::Device device_ = c10::kCPU;
   bool has_samples_ = true;
   std::optional<at::ScalarType> dtype_;
+  size_t selected_ = 0;
 };
+
+/// Throws UsageError for none.
+void check_loaders(size_t count);
 
 /// Zeros of so many samples.
 Batch example_batch(const DataLoader& loader, int64_t samples = 2);
@@ -96,40 +100,45 @@ bool drop_padding(Batch& batch);
 template <class B, class L>
 class FeedOf : public BatchFeed {
  public:
-  FeedOf(L loader, std::shared_ptr<const TrainingModule<B>> module)
-      : loader_(std::move(loader)), module_(std::move(module)) {}
+  FeedOf(std::vector<L> loaders, std::shared_ptr<const TrainingModule<B>> module)
+      : loaders_(std::move(loaders)), loaded_(loaders_.size()), module_(std::move(module)) {}
 
+  size_t shards() const override { return loaders_.size(); }
   int64_t batches_per_epoch() const override {
-    return static_cast<int64_t>(std::as_const(loader_).batches_per_epoch());
+    return static_cast<int64_t>(loader().batches_per_epoch());
   }
   int64_t samples_per_batch() const override {
     if constexpr (std::same_as<L, DataLoader>)
-      return loader_.options().batch_size * loader_.sampler().options().world_size;
+      return loader().options().batch_size * loader().sampler().options().world_size;
     return 0;
   }
-  void start(int64_t epoch, int64_t first_batch) override { loader_.epoch(epoch, first_batch); }
+  void start(int64_t epoch, int64_t first_batch) override {
+    for (L& loader : loaders_) loader.epoch(epoch, first_batch);
+  }
 
   bool skip(int64_t samples) override {
-    if constexpr (std::same_as<L, DataLoader>) loader_.skip(samples);
+    if constexpr (std::same_as<L, DataLoader>) {
+      for (L& loader : loaders_) loader.skip(samples);
+    }
     return std::same_as<L, DataLoader>;
   }
 
   bool next() override {
     if (!load()) return false;
-    prepare(loaded_);
+    prepare(loaded_[selected_]);
     return true;
   }
 
   bool next_without_padding() override {
     if (!load()) return false;
-    if constexpr (std::same_as<B, Batch>) has_samples_ = drop_padding(loaded_);
-    prepare(loaded_);
+    if constexpr (std::same_as<B, Batch>) has_samples_ = drop_padding(loaded_[selected_]);
+    prepare(loaded_[selected_]);
     return true;
   }
 
   void take_example() override {
     if constexpr (kKnowsShapes) {
-      prepare(example_batch(loader_));
+      prepare(example_batch(loader()));
     } else {
       start(0, 0);
       next();
@@ -140,23 +149,25 @@ class FeedOf : public BatchFeed {
 
   at::Tensor example_input() const override {
     if constexpr (kKnowsShapes) {
-      const Batch zeros = example_batch(loader_, loader_.options().batch_size);
+      const Batch zeros = example_batch(loader(), loader().options().batch_size);
       return module_->prepare_batch(zeros, device_).data;
     }
     return {};
   }
 
   const SamplerOptions* sampler() const override {
-    if constexpr (std::same_as<L, DataLoader>) return &loader_.sampler().options();
+    if constexpr (std::same_as<L, DataLoader>) return &loaders_.front().sampler().options();
     return nullptr;
   }
 
  private:
   static constexpr bool kKnowsShapes = std::same_as<L, DataLoader> && std::same_as<B, Batch>;
 
+  const L& loader() const { return loaders_[selected_]; }
+
   bool load() {
     batch_ = B{};  // lets the loader use its buffers again
-    return loader_.next(loaded_);
+    return loaders_[selected_].next(loaded_[selected_]);
   }
 
   void prepare(const B& loaded) {
@@ -166,25 +177,23 @@ class FeedOf : public BatchFeed {
     }
   }
 
-  L loader_;
+  std::vector<L> loaders_;
+  std::vector<B> loaded_;  ///< By each.
   std::shared_ptr<const TrainingModule<B>> module_;
-  B loaded_{};
   B batch_{};
 };
 
 template <class M, class L>
-std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, L loader) {
-  return std::make_unique<FeedOf<typename M::BatchType, L>>(std::move(loader), module);
+std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, std::vector<L> loaders) {
+  check_loaders(loaders.size());
+  return std::make_unique<FeedOf<typename M::BatchType, L>>(std::move(loaders), module);
 }
 
-/// The feeds of a rank's logical shards, in their order, as one.
-std::unique_ptr<BatchFeed> feed_of_shards(std::vector<std::unique_ptr<BatchFeed>> feeds);
-
 template <class M, class L>
-std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, std::vector<L> loaders) {
-  std::vector<std::unique_ptr<BatchFeed>> feeds;
-  for (L& loader : loaders) feeds.push_back(feed_of(module, std::move(loader)));
-  return feed_of_shards(std::move(feeds));
+std::unique_ptr<BatchFeed> feed_of(const std::shared_ptr<M>& module, L loader) {
+  std::vector<L> loaders;
+  loaders.push_back(std::move(loader));
+  return feed_of(module, std::move(loaders));
 }
 
 /// What a fit works with.
