@@ -170,6 +170,21 @@ FitLoop::FitLoop(Trainer& trainer, detail::TrainTask task,
 }
 
 FitResult FitLoop::run() {
+  try {
+    FitResult result = run_to_end();
+    leave_kept_state();
+    return result;
+  } catch (const GenerationEnded&) {
+    leave_kept_state();
+    throw;
+  } catch (const CommError&) {
+    leave_kept_state();
+    if (job_) job_->leave();  // What writes checkpoints behind training waits for all ranks.
+    throw;
+  }
+}
+
+FitResult FitLoop::run_to_end() {
   const StopSignal signals;
   signals_ = &signals;
   agreement_.emplace(group_, device());
@@ -413,8 +428,10 @@ void FitLoop::keep_step() {
   kept_ = std::move(kept);
 }
 
-std::shared_ptr<const StoredCheckpoint> FitLoop::state_of_last_step() {
-  if (!kept_) return nullptr;
+/// Of the last step that was finished, to the job. Tensors are those of the module and the
+/// optimizer.
+void FitLoop::leave_kept_state() {
+  if (!kept_) return;
   const at::NoGradGuard no_grad;
   auto buffers = task_.module->buffers();
   for (size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(kept_->buffers[i]);
@@ -428,7 +445,7 @@ std::shared_ptr<const StoredCheckpoint> FitLoop::state_of_last_step() {
     others.push_back(std::move(shard));
   for (auto& shard : whole_shards(kept_->random, "rank0.")) others.push_back(std::move(shard));
   state.state = detail::in_memory(others);
-  return std::make_shared<const StoredCheckpoint>(std::move(state));
+  job_->kept() = std::make_shared<const StoredCheckpoint>(std::move(state));
 }
 
 FitLoop::SavedFolder& FitLoop::saved(const CheckpointFolder& folder) {

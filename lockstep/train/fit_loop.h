@@ -40,7 +40,7 @@ class FitLoop {
  public:
   /// Moves the module to the world's device and makes optimizers and strategy. See Trainer::fit for
   /// what is checked and thrown. `callbacks` must outlive the loop.
-  /// With a `job`, each step is committed.
+  /// With a `job`, each step is committed, and `run` leaves the state after the last one to it.
   FitLoop(Trainer& trainer, detail::TrainTask task,
           const std::vector<std::shared_ptr<Callback>>& callbacks, ElasticJob* job = nullptr);
 
@@ -57,10 +57,6 @@ class FitLoop {
   void before_step(std::function<void(int64_t step)> call) { loop_.before_step(std::move(call)); }
   /// On the module as it is now. See lockstep::evaluate.
   Metrics evaluate(detail::BatchFeed& feed, const std::function<bool()>& go_on = {});
-  /// Once `run` has ended or thrown, in a job: the state after the last step that was finished.
-  /// Null before one, and where ranks have parts of the state. Tensors are those of the module and
-  /// the optimizer.
-  std::shared_ptr<const StoredCheckpoint> state_of_last_step();
   StateDict model_state() { return detail::model_state(*task_.module, loop_.parts()); }
 
   TrainingModuleBase& module() { return *task_.module; }
@@ -77,7 +73,9 @@ class FitLoop {
   CheckpointShards shards_to_save(bool seen_by_all);
   CheckpointInfo position(const MetricSums& epoch_sums) const;
   void keep_step();
+  void leave_kept_state();
   int64_t first_batch_of(const CheckpointInfo& info, bool in_memory);
+  FitResult run_to_end();
   void train();
   void after_step(const StepResult& result);
   void log_step(const StepResult& result);

@@ -177,13 +177,13 @@ class Trainer::Impl {
       fit_->load_optimizer(optimizer_state_);
     }
     optimizer_state_.clear();
-    if (!logged_) return run();
+    if (!logged_) return fit_->run();
     const int64_t generation = job_ ? job_->generation() : 0;
     logged_->prepare(fit_->steps().parts(),
                      env_int("TORCHELASTIC_RESTART_COUNT").value_or(0) + generation);
     fit_->before_step([this](int64_t step) { logged_->before_step(step); });
     try {
-      FitResult result = run();
+      FitResult result = fit_->run();
       logged_->close({});
       return result;
     } catch (const std::exception& error) {
@@ -191,15 +191,12 @@ class Trainer::Impl {
       throw;
     }
   }
-  FitResult run() { return job_ ? run_in_job() : fit_->run(); }
   /// The latest fit. `what` is the function that needs one.
   FitLoop& fitted(const char* what) const {
     if (fit_) return *fit_;
     throw UsageError(std::string("Trainer::") + what + " was called before fit",
                      "call it in a callback or after fit");
   }
-
-  FitResult run_in_job();
 
   const World& world_;
   ElasticJob* job_ = nullptr;
@@ -211,24 +208,6 @@ class Trainer::Impl {
   StateDict optimizer_state_;                   ///< With which the next fit begins; empty: none.
   std::unique_ptr<FitLoop> fit_;
 };
-
-FitResult Trainer::Impl::run_in_job() {
-  const auto keep = [&] {
-    if (auto state = fit_->state_of_last_step()) job_->kept() = std::move(state);
-  };
-  try {
-    FitResult result = fit_->run();
-    keep();
-    return result;
-  } catch (const GenerationEnded&) {
-    keep();
-    throw;
-  } catch (const CommError&) {
-    keep();
-    job_->leave();  // What writes checkpoints behind training waits for all ranks.
-    throw;
-  }
-}
 
 Trainer::Trainer(const World& world, TrainerOptions options)
     : impl_(std::make_unique<Impl>(world, std::move(options))) {}
