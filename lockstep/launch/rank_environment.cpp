@@ -13,19 +13,9 @@
 
 namespace lockstep::launch {
 
-namespace {
-
-/// A name server that does not answer at once is slow; one that is silent for longer is not there.
-constexpr std::chrono::milliseconds kAnswerWithin{2'000};
-
 std::vector<ResolvedAddress> resolve_at_once(const std::string& host) {
-  return resolve_host(host, kAnswerWithin, std::chrono::milliseconds(0));
-}
-
-}  // namespace
-
-UniqueFd listen_for_ranks(RankLayout& layout) {
-  return listen_for_ranks(layout, resolve_at_once);
+  // A name server that does not answer at once is slow; one that is silent for longer is not there.
+  return resolve_host(host, std::chrono::seconds(2), std::chrono::milliseconds(0));
 }
 
 UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve) {

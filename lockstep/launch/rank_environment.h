@@ -32,13 +32,14 @@ struct RankLayout {
   std::string token = random_hex(8);  ///< See kTokenVariable.
 };
 
+/// As resolve_host, but a name that is unknown is told at once.
+std::vector<ResolvedAddress> resolve_at_once(const std::string& host);
+
 /// Listens where the ranks of `layout` look for the store, and fills in the port where it is 0.
 /// That is before anyone is told of the port, so that it is not raced for. Where: see
 /// listen_as_master. A name that is unknown is told at once, as a person at a terminal waits.
-/// Throws as listen_on.
-UniqueFd listen_for_ranks(RankLayout& layout);
-/// The same with another resolver, for tests.
-UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve);
+/// `resolve` is for tests. Throws as listen_on.
+UniqueFd listen_for_ranks(RankLayout& layout, const Resolver& resolve = resolve_at_once);
 
 /// The launcher's variables for one rank: those of torchrun, the run's token, and what nobody has
 /// chosen: OMP_NUM_THREADS, and how OpenMP's threads wait (see omp_waiting.h).

@@ -27,8 +27,6 @@ using Backend = MeetingOptions::Backend;
 /// So many time-outs of the lease without a word from the registry: it is gone, or this host is cut
 /// off and others may go on. An election of etcd's takes one.
 constexpr int kSilences = 5;
-/// A name server that is silent for longer is not there.
-constexpr std::chrono::milliseconds kAnswerWithin{2'000};
 constexpr std::chrono::milliseconds kNamesAppear{10'000};
 constexpr const char* kTokenVariable = "LOCKSTEP_TOKEN";
 
@@ -59,7 +57,7 @@ std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& opti
                                       : is_at_endpoint(options.master_addr);
   if (!ours) return nullptr;
   // Else nobody but the other hosts would tell that the name is mistyped, and later.
-  resolve_host(options.master_addr, kAnswerWithin, std::chrono::milliseconds(0));
+  launch::resolve_at_once(options.master_addr);
   elastic::EmbeddedRegistryOptions server;
   server.port = *options.master_port;
   server.token = token;
