@@ -102,11 +102,9 @@ class LimitedStream : public httplib::Stream {
   size_t begin_ = 0, end_ = 0;
 };
 
-}  // namespace
-
 /// httplib reads requests and writes answers. Its own loop of accept ends at the first error and
 /// looks at each waiting connection every 10 ms, so there is one here.
-class EmbeddedRegistry::Server : public httplib::Server {
+class Server : public httplib::Server {
  public:
   explicit Server(EmbeddedRegistryOptions options)
       : options_(std::move(options)),
@@ -236,13 +234,11 @@ class EmbeddedRegistry::Server : public httplib::Server {
   std::thread acceptor_;
 };
 
-EmbeddedRegistry::EmbeddedRegistry(EmbeddedRegistryOptions options)
-    : server_(std::make_unique<Server>(std::move(options))) {}
+}  // namespace
 
-EmbeddedRegistry::~EmbeddedRegistry() = default;
-
-uint16_t EmbeddedRegistry::port() const {
-  return server_->port();
+EmbeddedRegistry serve_registry(EmbeddedRegistryOptions options) {
+  auto server = std::make_shared<Server>(std::move(options));
+  return {server, server->port()};
 }
 
 }  // namespace lockstep::elastic

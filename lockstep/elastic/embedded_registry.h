@@ -26,22 +26,15 @@ struct EmbeddedRegistryOptions {
   std::chrono::milliseconds idle_limit = std::chrono::seconds(10);
 };
 
-/// A server for EtcdRegistry clients where there is no etcd. All is in memory: when it goes, all is
-/// gone. It serves from its own threads until its destructor, which closes all connections, also
-/// those on which clients wait, and joins the threads.
-class EmbeddedRegistry {
- public:
-  /// It listens when this returns. Throws as listen_on where it cannot.
-  explicit EmbeddedRegistry(EmbeddedRegistryOptions options = {});
-  ~EmbeddedRegistry();
-  EmbeddedRegistry(const EmbeddedRegistry&) = delete;
-  EmbeddedRegistry& operator=(const EmbeddedRegistry&) = delete;
-
-  uint16_t port() const;
-
- private:
-  class Server;
-  std::unique_ptr<Server> server_;
+/// A server for EtcdRegistry clients where there is no etcd.
+struct EmbeddedRegistry {
+  std::shared_ptr<void> server;
+  uint16_t port = 0;
 };
+
+/// All is in memory: when it goes, all is gone. It listens when this returns, and serves from its
+/// own threads until the last copy of `server` is gone. That closes all connections, also those on
+/// which clients wait, and joins the threads. Throws as listen_on where it cannot listen.
+EmbeddedRegistry serve_registry(EmbeddedRegistryOptions options = {});
 
 }  // namespace lockstep::elastic

@@ -29,7 +29,7 @@ using ::testing::Not;
 constexpr auto kLimit = 30s;
 
 std::string endpoint_of(const EmbeddedRegistry& server) {
-  return "http://127.0.0.1:" + std::to_string(server.port());
+  return "http://127.0.0.1:" + std::to_string(server.port);
 }
 
 Change next_change(Registry& registry) {
@@ -39,7 +39,7 @@ Change next_change(Registry& registry) {
 }
 
 UniqueFd raw_connection(const EmbeddedRegistry& server) {
-  return connect_to("127.0.0.1", server.port(), kLimit);
+  return connect_to("127.0.0.1", server.port, kLimit);
 }
 
 void send_text(const UniqueFd& to, const std::string& text) {
@@ -68,25 +68,24 @@ std::string post(const std::string& path, const std::string& body, const std::st
 }
 
 TEST(EmbeddedRegistry, ItsEndLeavesNobodyWaitingAndAnotherTakesItsPlace) {
-  auto server = std::make_unique<EmbeddedRegistry>(EmbeddedRegistryOptions{.host = "127.0.0.1"});
-  const uint16_t port = server->port();
-  const auto client = call_registry({.endpoints = {endpoint_of(*server)}});
+  auto server = serve_registry({.host = "127.0.0.1"});
+  const uint16_t port = server.port;
+  const auto client = call_registry({.endpoints = {endpoint_of(server)}});
   const int64_t lease = client->call({.kind = Kind::grant_lease, .ttl = 60s}).lease;
   client->call({.kind = Kind::put, .key = "a/x", .value = "1", .lease = lease});
   client->watch("a/");
   EXPECT_EQ(next_change(*client).written.size(), 1U);
-  const UniqueFd silent = raw_connection(*server), half = raw_connection(*server);
+  const UniqueFd silent = raw_connection(server), half = raw_connection(server);
   send_text(half, "POST /v3/kv/put HTTP/1.1\r\nContent-Length: 100\r\n\r\n{");
 
   const auto begin = Clock::now();
-  server.reset();
+  server = {};
   EXPECT_LT(Clock::now() - begin, 5s);
   text_until_end(silent);
   text_until_end(half);
   EXPECT_THROW(client->call({.kind = Kind::list, .key = "a/x", .timeout = 200ms}), RegistryError);
 
-  server = std::make_unique<EmbeddedRegistry>(
-      EmbeddedRegistryOptions{.host = "127.0.0.1", .port = port});
+  server = serve_registry({.host = "127.0.0.1", .port = port});
   const Change anew = next_change(*client);
   EXPECT_TRUE(anew.whole) << "it is another registry";
   EXPECT_TRUE(anew.written.empty());
@@ -96,12 +95,13 @@ TEST(EmbeddedRegistry, ItsEndLeavesNobodyWaitingAndAnotherTakesItsPlace) {
 }
 
 TEST(EmbeddedRegistry, APortThatIsTakenIsSaid) {
-  const EmbeddedRegistry server({.host = "127.0.0.1"});
-  EXPECT_THROW(EmbeddedRegistry({.host = "127.0.0.1", .port = server.port()}), CommError);
+  const auto server = serve_registry({.host = "127.0.0.1"});
+  EXPECT_THROW(serve_registry({.host = "127.0.0.1", .port = server.port}), CommError);
 }
 
 TEST(EmbeddedRegistry, ALargeRequestIsRefused) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 500ms});
+  const auto server =
+      serve_registry({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 500ms});
   const auto client = call_registry({.endpoints = {endpoint_of(server)}});
   const auto put = [&](size_t size) {
     return client->call({.kind = Kind::put, .key = "x", .value = std::string(size, 'x')}).outcome;
@@ -122,7 +122,8 @@ TEST(EmbeddedRegistry, ALargeRequestIsRefused) {
 }
 
 TEST(EmbeddedRegistry, HeadersWithoutEndEndTheConnection) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 60s});
+  const auto server =
+      serve_registry({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 60s});
   const UniqueFd client = raw_connection(server);
   std::string head = "POST /v3/kv/put HTTP/1.1\r\n";
   for (int i = 0; i < 5000; ++i) head += "X-" + std::to_string(i) + ": y\r\n";
@@ -131,7 +132,7 @@ TEST(EmbeddedRegistry, HeadersWithoutEndEndTheConnection) {
 }
 
 TEST(EmbeddedRegistry, ARequestMustComeInTime) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .idle_limit = 200ms});
+  const auto server = serve_registry({.host = "127.0.0.1", .idle_limit = 200ms});
   const UniqueFd silent = raw_connection(server), slow = raw_connection(server);
   std::string text = post("/v3/kv/range", "{}") + std::string(100'000, ' ');
   for (size_t sent = 0; sent < text.size(); ++sent) {
@@ -145,7 +146,8 @@ TEST(EmbeddedRegistry, ARequestMustComeInTime) {
 }
 
 TEST(EmbeddedRegistry, MoreConnectionsThanItServesAreClosed) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .most_connections = 2, .idle_limit = 60s});
+  const auto server =
+      serve_registry({.host = "127.0.0.1", .most_connections = 2, .idle_limit = 60s});
   std::list<UniqueFd> held;
   for (int i = 0; i < 2; ++i) {
     held.push_back(raw_connection(server));
@@ -159,7 +161,7 @@ TEST(EmbeddedRegistry, MoreConnectionsThanItServesAreClosed) {
 }
 
 TEST(EmbeddedRegistry, WhatIsNoRequestOfOursGetsAnError) {
-  const EmbeddedRegistry server({.host = "127.0.0.1"});
+  const auto server = serve_registry({.host = "127.0.0.1"});
   const auto answer_to = [&](const std::string& text) {
     const UniqueFd client = raw_connection(server);
     send_text(client, text);

@@ -135,13 +135,13 @@ std::optional<ErrorKind> failure_with(int port, const std::string& token) {
 }
 
 TEST(ProofOfServers, OneWithAnotherTokenOrNoneIsRefusedAndRefuses) {
-  const EmbeddedRegistry secret({.host = "127.0.0.1", .token = kToken});
-  const EmbeddedRegistry open({.host = "127.0.0.1"});
-  EXPECT_EQ(failure_with(secret.port(), kToken), std::nullopt);
-  EXPECT_EQ(failure_with(secret.port(), kOther), ErrorKind::refused);
-  EXPECT_EQ(failure_with(secret.port(), ""), ErrorKind::refused);
-  EXPECT_EQ(failure_with(open.port(), kToken), ErrorKind::refused);
-  EXPECT_EQ(failure_with(open.port(), ""), std::nullopt);
+  const auto secret = serve_registry({.host = "127.0.0.1", .token = kToken});
+  const auto open = serve_registry({.host = "127.0.0.1"});
+  EXPECT_EQ(failure_with(secret.port, kToken), std::nullopt);
+  EXPECT_EQ(failure_with(secret.port, kOther), ErrorKind::refused);
+  EXPECT_EQ(failure_with(secret.port, ""), ErrorKind::refused);
+  EXPECT_EQ(failure_with(open.port, kToken), ErrorKind::refused);
+  EXPECT_EQ(failure_with(open.port, ""), std::nullopt);
 }
 
 TEST(ProofOfServers, AFalseServersAnswersDoNotCount) {
@@ -160,8 +160,8 @@ TEST(ProofOfServers, AFalseServersAnswersDoNotCount) {
 }
 
 TEST(ProofOfServers, ARequestThatWasOverheardCannotBeSentAgain) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .token = kToken});
-  httplib::Client client("127.0.0.1", server.port());
+  const auto server = serve_registry({.host = "127.0.0.1", .token = kToken});
+  httplib::Client client("127.0.0.1", server.port);
   const auto post = [&](const std::string& path, const std::string& body) {
     return client.Post(path, body, "application/json");
   };

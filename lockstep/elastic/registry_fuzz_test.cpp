@@ -199,7 +199,8 @@ TEST_F(RegistryFuzz, EachRequestGetsAnAnswer) {
 }
 
 TEST_F(RegistryFuzz, AnyBytesMayComeOverAConnection) {
-  const EmbeddedRegistry server({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 50ms});
+  const auto server =
+      serve_registry({.host = "127.0.0.1", .most_bytes = 10'000, .idle_limit = 50ms});
   const auto whole = corpus();
   std::vector<std::string> requests;
   for (const std::string& text : whole) {
@@ -211,11 +212,11 @@ TEST_F(RegistryFuzz, AnyBytesMayComeOverAConnection) {
   }
   for (uint64_t round = 0; round < 500; ++round) {
     KeyedRandom random(seed_, round);
-    const UniqueFd client = connect_to("127.0.0.1", server.port(), 30s);
+    const UniqueFd client = connect_to("127.0.0.1", server.port, 30s);
     const std::string text = damaged(requests[random.below(requests.size())], requests, random);
     (void)::send(client.get(), text.data(), text.size(), MSG_NOSIGNAL);
   }
-  const UniqueFd client = connect_to("127.0.0.1", server.port(), 30s);
+  const UniqueFd client = connect_to("127.0.0.1", server.port, 30s);
   ASSERT_GT(::send(client.get(), requests[0].data(), requests[0].size(), MSG_NOSIGNAL), 0);
   char status[12] = {};
   pollfd entry{client.get(), POLLIN, 0};

@@ -32,7 +32,7 @@ class Registries : public testing::TestWithParam<const char*> {
 
   static void TearDownTestSuite() {
     cluster().reset();
-    embedded().reset();
+    embedded() = {};
   }
 
   void SetUp() override {
@@ -40,13 +40,11 @@ class Registries : public testing::TestWithParam<const char*> {
     if (is_etcd() && !cluster()) cluster() = std::make_unique<test_etcd::Cluster>();
     const std::string token = std::string(GetParam()) == "token" ? "0123456789abcdef" : "";
     if (!is_etcd()) {
-      embedded() = std::make_unique<EmbeddedRegistry>(
-          EmbeddedRegistryOptions{.host = "127.0.0.1", .token = token});
+      embedded() = serve_registry({.host = "127.0.0.1", .token = token});
     }
-    options_ = {.endpoints = is_etcd()
-                                 ? cluster()->endpoints()
-                                 : std::vector<std::string>{"http://127.0.0.1:" +
-                                                            std::to_string(embedded()->port())},
+    options_ = {.endpoints = is_etcd() ? cluster()->endpoints()
+                                       : std::vector<std::string>{"http://127.0.0.1:" +
+                                                                  std::to_string(embedded().port)},
                 .token = token,
                 .request_timeout = kLimit};
     registry_ = client();
@@ -90,8 +88,8 @@ class Registries : public testing::TestWithParam<const char*> {
     static std::unique_ptr<test_etcd::Cluster> one;
     return one;
   }
-  static std::unique_ptr<EmbeddedRegistry>& embedded() {
-    static std::unique_ptr<EmbeddedRegistry> one;
+  static EmbeddedRegistry& embedded() {
+    static EmbeddedRegistry one;
     return one;
   }
 };

@@ -47,8 +47,7 @@ bool is_at_endpoint(const std::string& address) {
 }
 
 /// None where another host serves it.
-std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& options,
-                                                          const std::string& token) {
+std::shared_ptr<void> serve_registry(const RunOptions& options, const std::string& token) {
   const MeetingOptions& meeting = options.meeting;
   if (meeting.backend == Backend::etcd) return nullptr;
   const bool fixed = meeting.backend == Backend::fixed;
@@ -65,7 +64,7 @@ std::shared_ptr<elastic::EmbeddedRegistry> serve_registry(const RunOptions& opti
   if (is_loopback_host(address) || (is_numeric_host(address) && is_this_host(address)))
     server.host = address;
   try {
-    return std::make_shared<elastic::EmbeddedRegistry>(server);
+    return elastic::serve_registry(server).server;
   } catch (const CommError&) {
     // Another agent of this host may serve it already.
     if (fixed || meeting.is_host.value_or(false)) throw;
