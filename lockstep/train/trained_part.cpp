@@ -100,13 +100,9 @@ at::Tensor TrainedPart::judged(at::Tensor loss, double value, int64_t batches_of
   return precision_.scale(loss);
 }
 
-double TrainedPart::scheduled() const {
-  return config_.lr_at ? config_.lr_at(updates_, base_lr_)
-                       : scheduled_lr(config_.schedule, base_lr_, updates_);
-}
-
 void TrainedPart::finish_step(int64_t step, int64_t epoch, const Evaluation& evaluation) {
-  const double lr = scheduled();
+  const double lr = config_.lr_at ? config_.lr_at(updates_, base_lr_)
+                                  : scheduled_lr(config_.schedule, base_lr_, updates_);
   if (lr != strategy_->lr()) strategy_->set_lr(lr);
   ++updates_;
   ++updates_of_epoch_;
@@ -121,7 +117,8 @@ void TrainedPart::finish_step(int64_t step, int64_t epoch, const Evaluation& eva
     if (options_.gradient_clip_val > 0 && !found.overflowed.value_or(false)) clip();
     strategy_->needs_closure() ? step_with(evaluation) : strategy_->step(scale);
   } else {
-    put_buffers_back();
+    // Forward has put the batch into batch norm's statistics before anyone knows that it is bad.
+    for (size_t i = 0; i < kept_buffers_.size(); ++i) buffers_[i].copy_(kept_buffers_[i]);
   }
   strategy_->zero_grad();
   precision_.update();
@@ -144,11 +141,6 @@ void TrainedPart::step_with(const Evaluation& evaluation) {
 void TrainedPart::clip() {
   precision_.clip_grad_norm(options_.gradient_clip_val,
                             [this](double most) { return strategy_->clip_grad_norm(most); });
-}
-
-/// Forward has put the batch into batch norm's statistics before anyone knows that it is bad.
-void TrainedPart::put_buffers_back() {
-  for (size_t i = 0; i < kept_buffers_.size(); ++i) buffers_[i].copy_(kept_buffers_[i]);
 }
 
 void TrainedPart::end_epoch(int64_t epoch, bool from_its_start) {

@@ -58,11 +58,9 @@ class TrainedPart {
   void set_updates(int64_t updates) { updates_ = updates; }
 
  private:
-  double scheduled() const;
   void clip();
   void step_with(const Evaluation& evaluation);
   void check_closure() const;
-  void put_buffers_back();
   StrategySetup setup(const std::shared_ptr<TrainingModuleBase>& root, const ProcessGroup& group,
                       c10::Device device, const std::function<at::Tensor()>& example_input);
 
