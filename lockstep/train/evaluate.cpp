@@ -1,6 +1,7 @@
 #include "lockstep/train/evaluate.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/ScopeExit.h>
 
 #include <unordered_set>
 #include <vector>
@@ -11,21 +12,6 @@
 
 namespace lockstep {
 namespace {
-
-class EvaluationMode {
- public:
-  explicit EvaluationMode(torch::nn::Module& module)
-      : module_(module), training_(module.is_training()) {
-    module_.eval();
-  }
-  ~EvaluationMode() { module_.train(training_); }
-  EvaluationMode(const EvaluationMode&) = delete;
-  EvaluationMode& operator=(const EvaluationMode&) = delete;
-
- private:
-  torch::nn::Module& module_;
-  bool training_;
-};
 
 /// Those of the parts by their strategies, and those of no part, which each rank trained with.
 void share_buffers(TrainingModuleBase& module, const detail::TrainedParts& parts,
@@ -79,7 +65,9 @@ Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
                  detail::BatchFeed& feed, const ProcessGroup& group, int64_t limit_batches,
                  const std::function<bool()>& go_on, int64_t logical_shards) {
   const at::NoGradGuard no_grad;
-  const EvaluationMode mode(module);
+  const auto mode =
+      c10::make_scope_exit([&, training = module.is_training()] { module.train(training); });
+  module.eval();
   share_buffers(module, parts, group);
   detail::TrainingContext context{.device = feed.device()};
   const detail::TrainingContext::Scope scope(module, context);

@@ -1,6 +1,7 @@
 #include "lockstep/train/step_loop.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cmath>
@@ -230,7 +231,9 @@ detail::TrainedPart& StepLoop::part_named(const std::string& name) const {
 double StepLoop::update(const std::string& name, const std::function<at::Tensor()>& loss,
                         bool last_of_step) {
   detail::TrainedPart& part = part_named(name);
-  const detail::OnlyPart only(parts_, part);
+  const auto thaw = c10::make_scope_exit([frozen = detail::freeze_others(parts_, part)] {
+    for (at::Tensor parameter : frozen) parameter.set_requires_grad(true);
+  });
   double value = 0;
   BatchWork work;
   work.last_of_step = last_of_step;

@@ -257,19 +257,17 @@ TrainedParts make_parts(const std::shared_ptr<TrainingModuleBase>& module,
   return parts;
 }
 
-OnlyPart::OnlyPart(const TrainedParts& parts, const TrainedPart& one) {
+std::vector<at::Tensor> freeze_others(const TrainedParts& parts, const TrainedPart& one) {
+  std::vector<at::Tensor> frozen;
   for (const auto& part : parts) {
     if (part.get() == &one) continue;
     for (const at::Tensor& parameter : part->module().parameters()) {
       if (!parameter.requires_grad()) continue;
-      frozen_.push_back(parameter);
-      frozen_.back().set_requires_grad(false);
+      frozen.push_back(parameter);
+      frozen.back().set_requires_grad(false);
     }
   }
-}
-
-OnlyPart::~OnlyPart() {
-  for (at::Tensor& parameter : frozen_) parameter.set_requires_grad(true);
+  return frozen;
 }
 
 StateDict tensors_of_no_part(const TrainingModuleBase& root, const TrainedParts& parts) {

@@ -89,18 +89,9 @@ TrainedParts make_parts(const std::shared_ptr<TrainingModuleBase>& module,
                         const TrainerOptions& options, int64_t steps_of_run,
                         const std::function<at::Tensor()>& example_input = {});
 
-/// While it lives, the parameters of all parts but one need no gradient: Lightning's
-/// toggle_optimizer.
-class OnlyPart {
- public:
-  OnlyPart(const TrainedParts& parts, const TrainedPart& one);
-  ~OnlyPart();
-  OnlyPart(const OnlyPart&) = delete;
-  OnlyPart& operator=(const OnlyPart&) = delete;
-
- private:
-  std::vector<at::Tensor> frozen_;
-};
+/// Makes the parameters of all parts but one need no gradient: Lightning's toggle_optimizer.
+/// Returns those that needed one.
+std::vector<at::Tensor> freeze_others(const TrainedParts& parts, const TrainedPart& one);
 
 /// The whole run's tensors, on rank 0; empty on the others. Names are the module's own of the one
 /// part, else "PART.NAME". What belongs to no part has the root's names. Collectives.
