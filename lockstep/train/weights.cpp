@@ -223,19 +223,15 @@ std::vector<std::string> load_weights(torch::nn::Module& module, const std::file
   StateDict tensors = read_weights(path, wanted, selection);
   std::set<std::string> names;
   for (const auto& [name, tensor] : wanted) names.insert(name);
-  for (const auto& [name, tensor] : own) {
-    const auto same = [&, &wanted_name = name](const auto& item) {
-      return item.first == wanted_name;
-    };
-    const auto read = std::find_if(tensors.begin(), tensors.end(), same);
-    if (!selection.new_head || read == tensors.end() || !is_of_head(name, module)) continue;
-    if (!has_other_classes(tensor, read->second)) continue;
-    tensors.erase(read);
-    names.erase(name);
-  }
   std::vector<std::string> kept;
   for (const auto& item : own) {
-    if (names.contains(item.first)) continue;
+    const auto read = std::find_if(tensors.begin(), tensors.end(),
+                                   [&](const auto& one) { return one.first == item.first; });
+    const bool is_other_head = selection.new_head && read != tensors.end() &&
+                               is_of_head(item.first, module) &&
+                               has_other_classes(item.second, read->second);
+    if (!is_other_head && names.contains(item.first)) continue;
+    if (is_other_head) tensors.erase(read);
     tensors.push_back(item);  // It is copied to itself.
     kept.push_back(item.first);
   }
