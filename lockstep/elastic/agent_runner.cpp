@@ -20,6 +20,7 @@ namespace lockstep::elastic {
 namespace {
 
 using Clock = std::chrono::steady_clock;
+using Kind = Request::Kind;
 using launch::HostOrder;
 using std::chrono::milliseconds;
 
@@ -114,6 +115,10 @@ class AgentRunner : public launch::HostAgent {
 
   // ---- From the registry
 
+  void ask(Request request, std::function<void(const Reply&)> then) {
+    requests_[registry_->submit(std::move(request))] = std::move(then);
+  }
+
   void arrived(const Reply& reply) {
     if (reply.error && reply.error->kind() != RegistryError::Kind::unreachable) throw *reply.error;
     if (const auto request = requests_.extract(reply.request)) request.mapped()(reply);
@@ -151,11 +156,8 @@ class AgentRunner : public launch::HostAgent {
   void keep_lease(Time now) {
     if (!keep_at_ || now < *keep_at_) return;
     keep_at_ = now + options_.agent.keep_alive / 3;
-    Request request{.kind = Request::Kind::keep_lease};
-    request.lease = lease_;
-    request.timeout = options_.agent.keep_alive;
-    requests_[registry_->submit(std::move(request))] =
-        [this, lease = lease_, now](const Reply& reply) { take_kept(lease, now, reply); };
+    ask({.kind = Kind::keep_lease, .lease = lease_, .timeout = options_.agent.keep_alive},
+        [this, lease = lease_, now](const Reply& reply) { take_kept(lease, now, reply); });
   }
 
   void take_kept(int64_t lease, Time sent, const Reply& reply) {
@@ -174,13 +176,12 @@ class AgentRunner : public launch::HostAgent {
   }
 
   void on(const CompareAndSet& action) {
-    Request request{.kind = Request::Kind::put};
-    request.key = prefix_ + action.key;
-    request.value = action.value;
-    request.expected = action.expected;
-    if (action.with_lease) request.lease = lease_;
-    requests_[registry_->submit(std::move(request))] =
-        [this, number = action.request](const Reply& reply) { take_answer(number, reply); };
+    ask({.kind = Kind::put,
+         .key = prefix_ + action.key,
+         .value = action.value,
+         .expected = action.expected,
+         .lease = action.with_lease ? lease_ : 0},
+        [this, number = action.request](const Reply& reply) { take_answer(number, reply); });
   }
   void on(const Watch& action) {
     watches_[registry_->watch(prefix_ + action.prefix)] = action.prefix;
@@ -194,20 +195,15 @@ class AgentRunner : public launch::HostAgent {
   void on(const GrantLease&) {
     lease_ = 0;
     keep_at_.reset();
-    Request request{.kind = Request::Kind::grant_lease};
-    request.ttl = std::max(std::chrono::ceil<std::chrono::seconds>(options_.agent.keep_alive),
-                           std::chrono::seconds(1));
-    requests_[registry_->submit(std::move(request))] = [this](const Reply& reply) {
-      take_lease(reply);
-    };
+    const auto ttl = std::chrono::ceil<std::chrono::seconds>(options_.agent.keep_alive);
+    ask({.kind = Kind::grant_lease, .ttl = std::max(ttl, std::chrono::seconds(1))},
+        [this](const Reply& reply) { take_lease(reply); });
   }
   void on(const LetGoLease&) {
     keep_at_.reset();
     if (lease_ == 0) return;
-    Request request{.kind = Request::Kind::revoke_lease};
-    request.lease = std::exchange(lease_, 0);
-    request.timeout = kLetGo;
-    const uint64_t sent = registry_->submit(std::move(request));
+    const uint64_t sent = registry_->submit(
+        {.kind = Kind::revoke_lease, .lease = std::exchange(lease_, 0), .timeout = kLetGo});
     while (const auto event = registry_->next_event(2 * kLetGo)) {  // Without a reply it expires.
       const auto* reply = std::get_if<Reply>(&*event);
       if (reply && reply->request == sent) return;
