@@ -21,11 +21,6 @@ int64_t timestamp_of(const json& info) {
   return found->is_string() ? parse_int(found->get<std::string>()).value_or(0) : 0;
 }
 
-std::string text_of(const json& object, const char* key) {
-  const auto found = object.find(key);
-  return found != object.end() && found->is_string() ? found->get<std::string>() : std::string();
-}
-
 json to_json(const Failure& failure) {
   json ranks = json::array();
   for (const auto& rank : failure.ranks)
@@ -82,25 +77,17 @@ void write_error_file(const std::string& message, int exit_code, const Failure* 
 }
 
 std::optional<ErrorReport> read_error_file(const std::filesystem::path& path) {
-  std::error_code ignored;
-  if (path.empty() || std::filesystem::file_size(path, ignored) == 0 || ignored) {
-    return std::nullopt;
-  }
   try {
-    const auto root = json::parse(read_file(path));
-    if (!root.is_object() || !root.contains("message")) return std::nullopt;
-    const auto& message = root["message"];
+    const json root = json::parse(read_file(path));
+    const json& message = root.at("message");
     ErrorReport report;
     if (message.is_string()) {
       report.message = message.get<std::string>();
       report.timestamp = timestamp_of(root);
-    } else if (message.is_object()) {
-      report.message = text_of(message, "message");
+    } else {
+      report.message = message.at("message").get<std::string>();
       if (message.contains("failure")) report.failure = from_json(message["failure"]);
-      const auto info = message.find("extraInfo");
-      if (info != message.end() && info->is_object()) {
-        report.timestamp = timestamp_of(*info);
-      }
+      report.timestamp = timestamp_of(message.value("extraInfo", json()));
     }
     if (report.message.empty()) return std::nullopt;
     return report;
