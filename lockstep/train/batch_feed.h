@@ -23,23 +23,11 @@ concept BatchLoader = requires(L loader, const L& constant, B batch, int64_t num
   { constant.batches_per_epoch() } -> std::convertible_to<int64_t>;
 };
 
-namespace detail {
-
-template <class L>
-struct LoaderOf {
-  using type = L;
-};
-template <class L>
-struct LoaderOf<std::vector<L>> {
-  using type = L;
-};
-
-}  // namespace detail
-
 /// What a Trainer is given: a loader, or with logical shards a vector of one for each of this
 /// rank's shards, in their order.
 template <class L, class B>
-concept BatchLoaders = BatchLoader<typename detail::LoaderOf<L>::type, B>;
+concept BatchLoaders = BatchLoader<L, B> ||
+    (std::same_as<L, std::vector<typename L::value_type>>&& BatchLoader<typename L::value_type, B>);
 
 namespace detail {
 
