@@ -141,19 +141,15 @@ StepBreakdown typical_step(std::vector<StepBreakdown> steps) {
             [](const StepBreakdown& a, const StepBreakdown& b) { return a.step < b.step; });
   const size_t quarter = steps.size() / 4;
   const auto count = static_cast<double>(steps.size() - 2 * quarter);
+  constexpr double StepBreakdown::*kTimes[] = {&StepBreakdown::exposed, &StepBreakdown::rest,
+                                               &StepBreakdown::step, &StepBreakdown::hidden};
   StepBreakdown sum;
   for (size_t i = quarter; i < steps.size() - quarter; ++i) {
     for (size_t part = 0; part < kStepParts; ++part) sum.parts[part] += steps[i].parts[part];
-    sum.exposed += steps[i].exposed;
-    sum.rest += steps[i].rest;
-    sum.step += steps[i].step;
-    sum.hidden += steps[i].hidden;
+    for (const auto time : kTimes) sum.*time += steps[i].*time;
   }
   for (double& part : sum.parts) part /= count;
-  sum.exposed /= count;
-  sum.rest /= count;
-  sum.step /= count;
-  sum.hidden /= count;
+  for (const auto time : kTimes) sum.*time /= count;
   return sum;
 }
 
