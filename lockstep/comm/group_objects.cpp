@@ -93,18 +93,19 @@ json ProcessGroup::broadcast_object(const json& object, int src) const {
 }
 
 StateDict detail::broadcast_state(const ProcessGroup& group, const StateDict& own, int source,
-                                  c10::Device device) {
+                                  std::optional<c10::Device> device) {
   const bool sends = group.rank() == source;
   json layout = json::array();
   if (sends) {
     for (const auto& [name, tensor] : own)
       layout.push_back({name, tensor.sizes().vec(), static_cast<int>(tensor.scalar_type())});
   }
+  const c10::Device wire = device.value_or(impl_of(group).device());
   StateDict state;
   for (size_t i = 0; const json& entry : group.broadcast_object(layout, source)) {
     const auto options =
-        at::TensorOptions(device).dtype(static_cast<at::ScalarType>(entry.at(2).get<int>()));
-    at::Tensor values = sends ? own[i++].second.detach().to(device).contiguous()
+        at::TensorOptions(wire).dtype(static_cast<at::ScalarType>(entry.at(2).get<int>()));
+    at::Tensor values = sends ? own[i++].second.detach().to(wire).contiguous()
                               : at::empty(entry.at(1).get<std::vector<int64_t>>(), options);
     if (values.numel() > 0) group.broadcast(values, source);
     state.emplace_back(entry.at(0), values.to(c10::kCPU));

@@ -4,6 +4,7 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,10 +41,10 @@ std::vector<TensorShard> shards_of_range(const std::string& name, const at::Tens
 
 namespace detail {
 
-/// The tensors of rank `source`, on the CPU of every rank. `own` counts there only. `device` is
-/// where the group's backend communicates. A collective.
+/// The tensors of rank `source`, on the CPU of every rank. `own` counts there only. They are sent
+/// on `device`; none: where the group's backend communicates. A collective.
 StateDict broadcast_state(const ProcessGroup& group, const StateDict& own, int source,
-                          c10::Device device);
+                          std::optional<c10::Device> device = {});
 
 }  // namespace detail
 

@@ -47,11 +47,10 @@ StateProgress share_state(const std::vector<NamedPart>& parts, const StateProgre
     return rank.at("complete").get<bool>() && rank.at("commits").get<int64_t>() == most;
   });
   if (all_alike) return furthest;
-  const auto device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
   std::vector<StateDict> received;
   for (const auto& named : parts) {
     const StateDict own_part = group.rank() == source ? named.part.get() : StateDict();
-    received.push_back(broadcast_state(group, own_part, source, device));
+    received.push_back(broadcast_state(group, own_part, source));
   }
   const bool needs_it = !own.complete || own.commits != most;
   for (size_t i = 0; needs_it && i < parts.size(); ++i) parts[i].part.set(received[i]);
