@@ -1,14 +1,10 @@
 #include "lockstep/train/kept_state.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
-#include "lockstep/recovery/shared_state.h"
 #include "lockstep/train/metric_sums.h"
 
 namespace lockstep::detail {

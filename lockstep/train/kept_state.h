@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "lockstep/checkpoint/stored_checkpoint.h"
 #include "lockstep/comm/world.h"
