@@ -149,14 +149,7 @@ MadeBackend make(const std::string& name, const BackendOptions& options) {
 }
 
 c10::intrusive_ptr<c10d::Backend> with_checks(MadeBackend made, const BackendOptions& options) {
-  CheckedBackendOptions checks;
-  checks.debug = options.debug;
-  checks.needs_comparison = made.traits.needs_comparison;
-  checks.names_failures = made.traits.names_failures;
-  checks.misses_deaths = made.traits.misses_deaths;
-  checks.global_ranks = options.global_ranks;
-  checks.timeout = options.timeout;
-  checks.group_name = options.group_name;
+  CheckedBackendOptions checks = checks_of(options, made.traits);
   checks.convert = as_torch_error;
   checks.recorded = true;
   return make_checked_backend(std::move(made.backend), options.store, std::move(checks));

@@ -82,31 +82,22 @@ constexpr const char* kAllCallNewGroup =
   throw CommError(reason);
 }
 
-c10::intrusive_ptr<c10d::Backend> with_checks(GroupContext& context, MadeBackend made,
+c10::intrusive_ptr<c10d::Backend> with_checks(const GroupContext& context, MadeBackend made,
                                               const c10::intrusive_ptr<c10d::Store>& store,
-                                              const std::string& name,
-                                              const std::vector<int>& global_ranks,
-                                              std::shared_ptr<const std::atomic<int64_t>> steps) {
-  CheckedBackendOptions options;
-  options.steps = std::move(steps);
-  options.debug = context.debug;
-  options.global_ranks = global_ranks;
-  options.timeout = context.timeout;
-  options.group_name = name;
-  options.needs_comparison = made.traits.needs_comparison;
-  options.names_failures = made.traits.names_failures;
-  options.misses_deaths = made.traits.misses_deaths;
-  options.recorded = true;
+                                              const BackendOptions& options) {
+  CheckedBackendOptions checks = checks_of(options, made.traits);
+  checks.steps = options.steps;
+  checks.recorded = true;
   if (context.cancelled && made.traits.misses_deaths) {
-    const auto rank = made.backend->getRank(), size = made.backend->getSize();
-    options.context =
-        std::make_shared<CheckContext>(store, rank, size, global_ranks, name, context.timeout);
-    options.context->set_failure_callback(
+    checks.context =
+        std::make_shared<CheckContext>(store, options.rank, options.size, options.global_ranks,
+                                       options.group_name, options.timeout);
+    checks.context->set_failure_callback(
         [cancelled = context.cancelled]() -> std::optional<Failure> {
           return cancelled() ? std::optional(cancelled_generation()) : std::nullopt;
         });
   }
-  return make_checked_backend(std::move(made.backend), store, std::move(options));
+  return make_checked_backend(std::move(made.backend), store, std::move(checks));
 }
 
 /// Waits until ranks have told that they come to a further group: its members, or all ranks of the
@@ -230,8 +221,7 @@ ProcessGroup::Impl::Impl(std::shared_ptr<GroupContext> context, std::string name
     announce_checks(*check_store, rank, this->name, this->context->debug);
     auto made = make_backend(backend_name, options);
     traits_ = made.traits;
-    backend_ = with_checks(*this->context, std::move(made), check_store, this->name,
-                           this->global_ranks, steps);
+    backend_ = with_checks(*this->context, std::move(made), check_store, options);
   } catch (const TimeoutError&) {
     watch->throw_if_lost(watch->others());
     throw;

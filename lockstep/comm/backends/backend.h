@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/checks/observed_call.h"
 
 namespace c10d {
@@ -72,6 +73,17 @@ struct BackendOptions {
   /// thread of its own, where it throws what `cancelled` of InitOptions tells and asks no store.
   std::function<void(const std::vector<int>& missing)> look = {};
 };
+
+/// How the calls of a backend of these traits, which the options have made, are checked.
+inline CheckedBackendOptions checks_of(const BackendOptions& options, const BackendTraits& traits) {
+  return {.debug = options.debug,
+          .needs_comparison = traits.needs_comparison,
+          .names_failures = traits.names_failures,
+          .misses_deaths = traits.misses_deaths,
+          .global_ranks = options.global_ranks,
+          .timeout = options.timeout,
+          .group_name = options.group_name};
+}
 
 /// A backend of this build, and why it cannot be used here if so.
 struct BackendInfo {

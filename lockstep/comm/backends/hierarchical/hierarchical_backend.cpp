@@ -106,17 +106,10 @@ c10::intrusive_ptr<c10d::Backend> make_flat(const BackendOptions& options,
                                             Hierarchy& hierarchy) {
   BackendOptions flat = options;
   flat.store = flat_store(options);
-  CheckedBackendOptions checks;
-  checks.debug = options.debug;
-  checks.global_ranks = options.global_ranks;
-  checks.timeout = options.timeout;
-  checks.group_name = options.group_name;
-  checks.context = context;
   try {
     const auto made = gloo::make(flat);
-    checks.needs_comparison = made.traits.needs_comparison;
-    checks.names_failures = made.traits.names_failures;
-    checks.misses_deaths = made.traits.misses_deaths;
+    auto checks = checks_of(options, made.traits);
+    checks.context = context;
     hierarchy.exchange_over(made.backend);
     return make_checked_backend(made.backend, flat.store, checks);
   } catch (const std::exception&) {
