@@ -155,17 +155,6 @@ c10::intrusive_ptr<c10d::Backend> with_checks(MadeBackend made, const BackendOpt
   return make_checked_backend(std::move(made.backend), options.store, std::move(checks));
 }
 
-DebugLevel debug_level() {
-  const auto level =
-      env_string("LOCKSTEP_DEBUG")
-          .value_or(to_lower(env_string("TORCH_DISTRIBUTED_DEBUG").value_or("")) == "detail"
-                        ? "detail"
-                        : "info");
-  return level == "off"      ? DebugLevel::off
-         : level == "detail" ? DebugLevel::detail
-                             : DebugLevel::info;
-}
-
 struct Made {
   c10::intrusive_ptr<c10d::Backend> backend;
   Choice choice;

@@ -23,6 +23,7 @@
 #include "lockstep/comm/backends/hierarchical/host_layout.h"
 #include "lockstep/comm/backends/mpi/mpi.h"
 #include "lockstep/comm/checks/call_signature.h"
+#include "lockstep/comm/checks/checked_backend.h"
 #include "lockstep/comm/forming_watch.h"
 #include "lockstep/comm/group_impl.h"
 #include "lockstep/comm/native_store.h"
@@ -45,18 +46,6 @@ constexpr int kFewRanks = 32;
 milliseconds timeout_of(const InitOptions& options) {
   if (options.timeout) check_timeout("init", *options.timeout);
   return options.timeout ? *options.timeout : timeout_setting().value_or(kDefaultTimeout);
-}
-
-DebugLevel debug_of(const InitOptions& options) {
-  if (options.debug) return *options.debug;
-  if (const auto level = debug_setting()) {
-    return *level == "off"    ? DebugLevel::off
-           : *level == "info" ? DebugLevel::info
-                              : DebugLevel::detail;
-  }
-  // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
-  const auto torch = env_string("TORCH_DISTRIBUTED_DEBUG");
-  return torch && to_lower(*torch) == "detail" ? DebugLevel::detail : DebugLevel::info;
 }
 
 /// For the connections of a rank to its peers, and of all ranks to the store where this one holds
@@ -308,7 +297,7 @@ class World::Impl {
 World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupContext>()) {
   const milliseconds timeout = timeout_of(options);
   if (options.keep_freed_memory) keep_freed_memory();
-  context->debug = debug_of(options);
+  context->debug = options.debug ? *options.debug : debug_level();
   context->cancelled = options.cancelled;
   if (options.backend != "auto") backend_info(options.backend);
   Rendezvous plan = plan_of(options, timeout);

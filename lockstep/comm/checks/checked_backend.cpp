@@ -11,7 +11,10 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/process_identity.h"
+#include "lockstep/base/settings.h"
+#include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/checks/checked_work.h"
 #include "lockstep/comm/checks/failure_report.h"
@@ -424,6 +427,15 @@ class CheckedBackend final : public c10d::Backend {
 };
 
 }  // namespace
+
+DebugLevel debug_level() {
+  // PyTorch's OFF is its default and asks for nothing; only its DETAIL is a wish.
+  const std::string torch = to_lower(env_string("TORCH_DISTRIBUTED_DEBUG").value_or(""));
+  const std::string level = debug_setting().value_or(torch == "detail" ? torch : "info");
+  return level == "off"      ? DebugLevel::off
+         : level == "detail" ? DebugLevel::detail
+                             : DebugLevel::info;
+}
 
 void announce_checks(c10d::Store& store, int rank, const std::string& group_name,
                      DebugLevel debug) {

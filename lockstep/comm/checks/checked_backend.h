@@ -54,6 +54,9 @@ struct CheckedBackendOptions {
   std::shared_ptr<CheckContext> context = {};
 };
 
+/// LOCKSTEP_DEBUG, else DETAIL of TORCH_DISTRIBUTED_DEBUG, else `info`.
+DebugLevel debug_level();
+
 /// Tells the group's other ranks which process this one is and that it compares its calls. At `off`
 /// it tells that nobody is to compare. Costs one message to the store, without an answer (at `off`,
 /// a round trip). Every rank calls it before its backend is built, and building that waits for all
