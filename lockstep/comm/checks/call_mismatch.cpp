@@ -154,17 +154,17 @@ std::optional<Failure> find_mismatch(const Calls& calls, const RankNames& told,
   }
 }
 
-std::optional<std::string> find_p2p_mismatch(const CallSignature& send, int sender,
-                                             const CallSignature& recv, int receiver, int tag,
-                                             const RankNames& names, const std::string& group) {
+std::optional<std::string> find_p2p_mismatch(const CallSignature& send, const CallSignature& recv,
+                                             int tag, const RankNames& names,
+                                             const std::string& group) {
   if (send.inputs.size() != 1 || recv.outputs.size() != 1) return std::nullopt;
   const TensorSignature &sent = send.inputs[0], &received = recv.outputs[0];
   if (sent.dtype == received.dtype &&
       c10::multiply_integers(sent.shape) == c10::multiply_integers(received.shape))
     return std::nullopt;
-  return rank_list({sender}, names) + " called " + describe(send, names) + " as message " +
+  return rank_list({recv.root}, names) + " called " + describe(send, names) + " as message " +
          std::to_string(send.sequence) + " with tag " + std::to_string(tag) + " of group '" +
-         group + "', but " + rank_list({receiver}, names) + " called " + describe(recv, names) +
+         group + "', but " + rank_list({send.root}, names) + " called " + describe(recv, names) +
          "\n  hint: a receive must have the dtype and the number of elements of its send";
 }
 

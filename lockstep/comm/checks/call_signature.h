@@ -82,8 +82,8 @@ std::optional<Failure> find_mismatch(const std::vector<CallSignature>& calls,
                                      const RankNames& names, const std::string& group);
 
 /// The same for one send and its receive.
-std::optional<std::string> find_p2p_mismatch(const CallSignature& send, int sender,
-                                             const CallSignature& recv, int receiver, int tag,
-                                             const RankNames& names, const std::string& group);
+std::optional<std::string> find_p2p_mismatch(const CallSignature& send, const CallSignature& recv,
+                                             int tag, const RankNames& names,
+                                             const std::string& group);
 
 }  // namespace lockstep

@@ -148,9 +148,9 @@ TEST(FindP2PMismatch, SizeAndDtypeButNotShape) {
   recv.operation = Operation::recv;
   recv.root = 0;
   recv.outputs = {{at::kFloat, {4}}};
-  EXPECT_EQ(find_p2p_mismatch(send, 0, recv, 1, 0, kNames, "g"), std::nullopt);
+  EXPECT_EQ(find_p2p_mismatch(send, recv, 0, kNames, "g"), std::nullopt);
   recv.outputs = {{at::kDouble, {5}}};
-  const auto text = find_p2p_mismatch(send, 0, recv, 1, 7, kNames, "g");
+  const auto text = find_p2p_mismatch(send, recv, 7, kNames, "g");
   ASSERT_TRUE(text);
   EXPECT_EQ(*text,
             "rank 0 called send(to rank 1) of float32 [2, 2] as message 2 with tag 7 of group 'g', "

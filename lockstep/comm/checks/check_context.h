@@ -61,8 +61,10 @@ class CheckContext {
 
   /// Tells the other ranks how this one leaves the group: `closed` in order, or `gave_up`, with
   /// what it failed in. Who closes it after `steps` of its loop, and has not failed, has `left`.
-  /// Only the first call counts. Never throws.
+  /// Only the first call counts. Messages whose other side has not come fail from now on. Never
+  /// throws.
   void tell_end(Failure::Kind kind, int64_t steps = 0) noexcept;
+  bool has_told_end() const { return has_told_end_; }
   /// What a rank told so, whose process may live on. None when it told nothing so, or where the
   /// store is lost. Asks the store until it is known.
   std::optional<Failure> told_end(int rank);

@@ -260,7 +260,6 @@ class CheckedBackend final : public c10d::Backend {
 
  private:
   void tell_end(Failure::Kind kind) {
-    p2p_checks_.close();
     context_->tell_end(kind, options_.steps ? options_.steps->load() : 0);
   }
 

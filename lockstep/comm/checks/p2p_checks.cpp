@@ -37,7 +37,6 @@ class ComparedWork final : public c10d::Work {
     std::shared_ptr<CheckContext> context;
     CallSignature call;
     int tag = 0;
-    std::shared_ptr<std::atomic<bool>> closed;
     std::string signature, key = {}, any_key = {};  ///< The last one for sends.
     P2PChecks::WorkPtr inner = {};
   };
@@ -50,7 +49,7 @@ class ComparedWork final : public c10d::Work {
   bool isSuccess() const override { return !exception() && its_.inner->isSuccess(); }
   std::exception_ptr exception() const override {
     const std::lock_guard lock(mutex_);
-    return error_ ? error_ : its_.inner->exception();
+    return exception_ ? exception_ : its_.inner->exception();
   }
   int sourceRank() const override { return its_.call.root; }
   void abort() override {
@@ -73,10 +72,9 @@ class ComparedWork final : public c10d::Work {
   }
   void settle(const std::string& finding) {
     differs_ = finding != kAgreed && finding != its_.signature;
-    if (differs_) {
-      const auto ranks = its_.context->ranks_of_message(its_.call.root);
-      error_ = mismatch_error(mismatch_of(ranks, finding));
-    }
+    if (differs_)
+      exception_ =
+          mismatch_error(mismatch_of(its_.context->ranks_of_message(its_.call.root), finding));
     settled_ = true;
   }
 
@@ -95,7 +93,7 @@ class ComparedWork final : public c10d::Work {
       });
       if (!settled_ && looks) expect_peer(late);
     } catch (...) {
-      error_ = std::current_exception();
+      exception_ = std::current_exception();
       settled_ = true;
     }
     return settled_;
@@ -120,7 +118,7 @@ class ComparedWork final : public c10d::Work {
   void expect_peer(bool late) {
     auto& context = *its_.context;
     const int peer = its_.call.root;
-    if (aborted_ || *its_.closed) throw CommError(context.me() + " closed the group of a message");
+    if (aborted_ || context.has_told_end()) throw CommError(context.me() + " closed the group of a message");
     const auto left = context.told_end(peer);
     // Its call may have come since the last look for it: that is done once more.
     const bool had_left = std::exchange(peer_had_left_, left.has_value());
@@ -147,7 +145,6 @@ class ComparedWork final : public c10d::Work {
   }
 
   const Parts its_;
-  std::exception_ptr error_;  ///< Guarded by mutex_.
   std::atomic<bool> settled_{false}, differs_{false}, aborted_{false};
   bool peer_had_left_ = false;
 };
@@ -169,7 +166,7 @@ P2PChecks::WorkPtr P2PChecks::run(CallSignature call, std::vector<at::Tensor>& t
   uint64_t& number = (sends ? sends_ : receives_)[{call.root, tag}];
   if ((!sends && any_tags_.contains(tag)) || !checks_.compares(number + 1)) return issue(tensors);
   call.sequence = ++number;
-  ComparedWork::Parts parts{context_, call, tag, closed_, encode(call)};
+  ComparedWork::Parts parts{context_, call, tag, encode(call)};
   parts.key = c10::str("p2p/", sender, "/", receiver, "/", tag, "/", number);
   if (sends) parts.any_key = any_key;
   const auto put = [&](const std::string& expected, const std::string& word) {
@@ -186,8 +183,7 @@ P2PChecks::WorkPtr P2PChecks::run(CallSignature call, std::vector<at::Tensor>& t
   }
   const CallSignature other = decode(found);
   std::string difference =  // None for the first: of its own signature one half is empty.
-      find_p2p_mismatch(sends ? call : other, sender, sends ? other : call, receiver, tag, names,
-                        context_->group())
+      find_p2p_mismatch(sends ? call : other, sends ? other : call, tag, names, context_->group())
           .value_or("");
   std::exception_ptr refused;
   try {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -30,13 +29,10 @@ class P2PChecks {
       : context_(std::move(context)), checks_(checks) {}
   /// Makes the call of one tensor by `issue`: a send to `call.root`, or a receive from it or any.
   WorkPtr run(CallSignature call, std::vector<at::Tensor>& tensors, int tag, const Issue& issue);
-  /// Fails the works whose other side has not come.
-  void close() { *closed_ = true; }
 
  private:
   const std::shared_ptr<CheckContext> context_;
   RankChecks& checks_;
-  const std::shared_ptr<std::atomic<bool>> closed_ = std::make_shared<std::atomic<bool>>(false);
   std::mutex mutex_;
   std::map<std::pair<int, int>, uint64_t> sends_, receives_;  ///< Of (peer, tag), so far.
   std::set<int> any_tags_;  ///< Of which this rank has received from any.

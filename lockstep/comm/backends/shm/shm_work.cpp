@@ -46,15 +46,13 @@ std::string judge_messages(const Disagreement& met, const backends::GroupNames& 
     return TensorSignature{static_cast<c10::ScalarType>(side.hash & ((1 << kDtypeBits) - 1)),
                            {static_cast<int64_t>(side.hash >> kDtypeBits)}};
   };
-  CallSignature send, recv;
-  send.operation = Operation::send;
-  send.root = met.receiver;
-  send.inputs = {tensor(met.send)};
-  recv.operation = Operation::recv;
-  recv.root = met.sender;
-  recv.outputs = {tensor(met.recv)};
-  send.sequence = recv.sequence = met.number;
-  return find_p2p_mismatch(send, met.sender, recv, met.receiver, met.tag, names.ranks, names.group)
+  const CallSignature send{.operation = Operation::send,
+                           .root = met.receiver,
+                           .sequence = met.number,
+                           .inputs = {tensor(met.send)}};
+  const CallSignature recv{
+      .operation = Operation::recv, .root = met.sender, .outputs = {tensor(met.recv)}};
+  return find_p2p_mismatch(send, recv, met.tag, names.ranks, names.group)
       .value_or("a send and its receive differ");
 }
 
