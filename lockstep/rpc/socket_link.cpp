@@ -23,115 +23,95 @@ constexpr int kReadyAtOnce = 64;
 /// Longer sleeps are cut: whoever sleeps looks again anyway.
 constexpr std::chrono::milliseconds kLongest = std::chrono::hours(1);
 
-UniqueFd checked(int fd) {
-  if (fd < 0) throw SystemError("rpc: making what threads sleep on", errno);
-  return UniqueFd(fd);
+int checked(int result) {
+  if (result < 0) throw SystemError("rpc: making what threads sleep on", errno);
+  return result;
 }
 
-void enter(int set, int fd, uint32_t events) {
+/// Enters a descriptor into a set (EPOLL_CTL_ADD) or changes what is waited for (EPOLL_CTL_MOD).
+int control(const UniqueFd& set, int operation, int fd, uint32_t events, int rank = 0) {
   epoll_event event{events, {}};
-  if (epoll_ctl(set, EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw SystemError("rpc: making what threads sleep on", errno);
-  }
+  event.data.u32 = static_cast<uint32_t>(rank);
+  return epoll_ctl(set.get(), operation, fd, &event);
 }
 
 }  // namespace
 
-SocketWaiters::SocketWaiters() : sockets_(checked(epoll_create1(EPOLL_CLOEXEC))) {
-  for (Sleeper& sleeper : sleepers_) {
-    sleeper.bell = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-    sleeper.both = checked(epoll_create1(EPOLL_CLOEXEC));
-    enter(sleeper.both.get(), sleeper.bell.get(), EPOLLIN);
-    enter(sleeper.both.get(), sockets_.get(), 0);
-  }
-}
-
-void SocketWaiters::begin_look() {
-  const std::lock_guard lock(mutex_);
-  ++lookers_;
-  choose();
-}
-
-void SocketWaiters::end_look() {
-  const std::lock_guard lock(mutex_);
-  --lookers_;
-  choose();
-}
-
-void SocketWaiters::sleep(Waiter waiter, const std::function<bool()>& enough,
-                          std::chrono::nanoseconds limit) {
-  Sleeper& sleeper = sleepers_[waiter];
-  {
-    const std::lock_guard lock(mutex_);
-    sleeper.sleeps = true;
-    choose();
-  }
-  if (!enough()) {
-    const auto most =
-        std::clamp<std::chrono::milliseconds>(std::chrono::ceil<std::chrono::milliseconds>(limit),
-                                              std::chrono::milliseconds(0), kLongest);
-    epoll_event event{};
-    epoll_wait(sleeper.both.get(), &event, 1, static_cast<int>(most.count()));
-  }
-  const std::lock_guard lock(mutex_);
-  sleeper.sleeps = false;
-  if (sleeper.is_rung) {  // Nobody rings for one that does not sleep.
-    uint64_t rings = 0;
-    static_cast<void>(read(sleeper.bell.get(), &rings, sizeof(rings)) < 0);
-    sleeper.is_rung = false;
-  }
-  choose();
-}
-
-void SocketWaiters::wake(Waiter waiter) {
-  const std::lock_guard lock(mutex_);
-  if (!sleepers_[waiter].sleeps || sleepers_[waiter].is_rung) return;
-  sleepers_[waiter].is_rung = true;
-  const uint64_t once = 1;
-  static_cast<void>(write(sleepers_[waiter].bell.get(), &once, sizeof(once)) < 0);
-}
-
-void SocketWaiters::choose() {
-  std::optional<size_t> wanted;
-  for (size_t i = 0; i < sleepers_.size() && lookers_ == 0 && !wanted; ++i) {
-    if (sleepers_[i].sleeps) wanted = i;
-  }
-  if (wanted == chosen_) return;
-  if (chosen_) let_wake(*chosen_, false);
-  if (wanted) let_wake(*wanted, true);
-  chosen_ = wanted;
-}
-
-void SocketWaiters::let_wake(size_t waiter, bool wakes) {
-  epoll_event event{wakes ? uint32_t{EPOLLIN} : 0U, {}};
-  epoll_ctl(sleepers_[waiter].both.get(), EPOLL_CTL_MOD, sockets_.get(), &event);
-}
-
 SocketLink::SocketLink(int rank, std::vector<SocketPeer> peers, bool has_processor)
-    : rank_(rank), has_processor_(has_processor), buffer_(kReadBytes) {
+    : rank_(rank),
+      has_processor_(has_processor),
+      connections_(checked(epoll_create1(EPOLL_CLOEXEC))),
+      bell_(checked(eventfd(1, EFD_CLOEXEC))),
+      buffer_(kReadBytes) {
+  for (Sleeper& sleeper : sleepers_) {
+    sleeper.set.reset(checked(epoll_create1(EPOLL_CLOEXEC)));
+    for (const int fd : {bell_.get(), connections_.get()})
+      checked(control(sleeper.set, EPOLL_CTL_ADD, fd, 0));
+  }
   for (SocketPeer& given : peers) {
+    const int other = size();
     auto made = std::make_unique<Peer>();
     made->name = std::move(given.name);
     made->key_in = std::move(given.key_in);
     made->key_out = std::move(given.key_out);
     made->ended = !given.connection;
     if (given.connection) made->connection.take(std::move(given.connection));
+    if (!made->ended &&
+        control(connections_, EPOLL_CTL_ADD, made->connection.get(), EPOLLIN, other) != 0)
+      throw SystemError("rpc: watching the connection to " + made->name, errno);
     peers_.push_back(std::move(made));
-  }
-  for (int other = 0; other < size(); ++other) {
-    if (peer(other).ended) continue;
-    epoll_event event{EPOLLIN, {}};
-    event.data.u32 = static_cast<uint32_t>(other);
-    if (epoll_ctl(waiters_.sockets(), EPOLL_CTL_ADD, peer(other).connection.get(), &event) != 0) {
-      throw SystemError("rpc: watching the connection to " + peer(other).name, errno);
-    }
   }
 }
 
+void SocketLink::add_lookers(int more) {
+  const std::lock_guard lock(sleeping_);
+  lookers_ += more;
+  choose();
+}
+
+void SocketLink::sleep(Waiter waiter, const std::function<bool()>& enough,
+                       std::chrono::nanoseconds limit) {
+  Sleeper& sleeper = sleepers_[waiter];
+  const auto set_sleeps = [&](bool sleeps) {
+    const std::lock_guard lock(sleeping_);
+    sleeper.sleeps = sleeps;
+    choose();
+  };
+  set_sleeps(true);
+  if (!enough()) {
+    const auto most =
+        std::clamp<std::chrono::milliseconds>(std::chrono::ceil<std::chrono::milliseconds>(limit),
+                                              std::chrono::milliseconds(0), kLongest);
+    epoll_event event{};
+    epoll_wait(sleeper.set.get(), &event, 1, static_cast<int>(most.count()));
+  }
+  set_sleeps(false);
+}
+
+// Once: that the bell was rung is forgotten when a thread has woken of it.
+void SocketLink::wake(Waiter waiter) {
+  const std::lock_guard lock(sleeping_);
+  if (sleepers_[waiter].sleeps)
+    control(sleepers_[waiter].set, EPOLL_CTL_MOD, bell_.get(), EPOLLIN | EPOLLONESHOT);
+}
+
+void SocketLink::choose() {
+  std::optional<size_t> wanted;
+  for (size_t i = 0; i < sleepers_.size() && lookers_ == 0 && !wanted; ++i) {
+    if (sleepers_[i].sleeps) wanted = i;
+  }
+  if (wanted == chosen_) return;
+  const auto let_wake = [&](size_t waiter, uint32_t events) {
+    control(sleepers_[waiter].set, EPOLL_CTL_MOD, connections_.get(), events);
+  };
+  if (chosen_) let_wake(*chosen_, 0);
+  if (wanted) let_wake(*wanted, EPOLLIN);
+  chosen_ = wanted;
+}
+
 void SocketLink::watch(int rank, bool for_room) {
-  epoll_event event{EPOLLIN | (for_room ? uint32_t{EPOLLOUT} : 0U), {}};
-  event.data.u32 = static_cast<uint32_t>(rank);
-  epoll_ctl(waiters_.sockets(), EPOLL_CTL_MOD, peer(rank).connection.get(), &event);
+  control(connections_, EPOLL_CTL_MOD, peer(rank).connection.get(),
+          EPOLLIN | (for_room ? uint32_t{EPOLLOUT} : 0U), rank);
 }
 
 bool SocketLink::send(int to, const FastHead& head, std::string_view bytes) {
@@ -171,14 +151,14 @@ bool SocketLink::flush(Peer& peer) {
 
 bool SocketLink::look() const {
   epoll_event event{};
-  return epoll_wait(waiters_.sockets(), &event, 1, 0) > 0;
+  return epoll_wait(connections_.get(), &event, 1, 0) > 0;
 }
 
 void SocketLink::take(FastCatch& caught) {
   const std::unique_lock lock(taking_, std::try_to_lock);
   if (!lock) return;
   std::array<epoll_event, kReadyAtOnce> ready{};
-  const int count = epoll_wait(waiters_.sockets(), ready.data(), kReadyAtOnce, 0);
+  const int count = epoll_wait(connections_.get(), ready.data(), kReadyAtOnce, 0);
   for (int i = 0; i < count; ++i) {
     const auto& event = ready[static_cast<size_t>(i)];
     const auto other = static_cast<int>(event.data.u32);
@@ -235,7 +215,7 @@ bool SocketLink::take_apart(int rank, std::vector<FastMessage>& messages) {
 // The descriptor stays open, as other threads may be about to send.
 void SocketLink::end(int rank, const std::string& how) {
   Peer& other = peer(rank);
-  epoll_ctl(waiters_.sockets(), EPOLL_CTL_DEL, other.connection.get(), nullptr);
+  epoll_ctl(connections_.get(), EPOLL_CTL_DEL, other.connection.get(), nullptr);
   const std::lock_guard lock(other.mutex);
   other.ended = true;
   other.how = how;
@@ -259,7 +239,7 @@ void SocketLink::close() noexcept {
     const std::lock_guard lock(other->mutex);
     other->ended = true;
     if (!other->connection) continue;
-    epoll_ctl(waiters_.sockets(), EPOLL_CTL_DEL, other->connection.get(), nullptr);
+    epoll_ctl(connections_.get(), EPOLL_CTL_DEL, other->connection.get(), nullptr);
     shutdown(other->connection.get(), SHUT_RDWR);
   }
 }

@@ -17,42 +17,6 @@
 
 namespace lockstep::rpc::detail {
 
-/// Where threads of this process sleep until something can be read from or written to one of many
-/// sockets, of which only the first of the threads is woken. Each has an eventfd of its own, and
-/// the set of all sockets while it is the one to be woken. What can be read keeps that set ready,
-/// so that a thread which begins to sleep late wakes at once. Any thread.
-class SocketWaiters {
- public:
-  using Waiter = FastLink::Waiter;
-  /// Throws SystemError.
-  SocketWaiters();
-  SocketWaiters(const SocketWaiters&) = delete;
-  SocketWaiters& operator=(const SocketWaiters&) = delete;
-
-  /// The set (epoll) of all sockets. Their owner enters and removes them.
-  int sockets() const { return sockets_.get(); }
-
-  void begin_look();
-  void end_look();
-  void sleep(Waiter waiter, const std::function<bool()>& enough, std::chrono::nanoseconds limit);
-  void wake(Waiter waiter);
-
- private:
-  struct Sleeper {
-    UniqueFd bell, both;  ///< An eventfd, and the set of it and perhaps of the sockets' set.
-    bool sleeps = false, is_rung = false;
-  };
-  /// With the mutex: lets the sockets wake the one that they should.
-  void choose();
-  void let_wake(size_t waiter, bool wakes);
-
-  UniqueFd sockets_;
-  std::mutex mutex_;
-  std::array<Sleeper, FastLink::kWaiters> sleepers_;
-  int lookers_ = 0;
-  std::optional<size_t> chosen_;
-};
-
 /// A connection to another worker, which has shown who it is.
 struct SocketPeer {
   UniqueFd connection;          ///< Its reads and writes do not block.
@@ -66,6 +30,10 @@ struct SocketPeer {
 ///
 /// A connection that ends, in whatever way, tells both workers that no more comes
 /// (FastCatch::lost). A slow reader has the system's buffers.
+///
+/// Each kind of waiter sleeps on a set (epoll) of its own: of the bell, which is rung for it alone,
+/// and of the set of all connections while it is the one that these are to wake. What can be read
+/// keeps that set ready, so that a thread which begins to sleep late wakes at once.
 class SocketLink final : public FastLink {
  public:
   /// `peers`: by rank; without a connection: nobody is there. `has_processor`: this worker's,
@@ -82,13 +50,11 @@ class SocketLink final : public FastLink {
   void close() noexcept override;
   std::string describe_end(int rank) const override;
   std::chrono::nanoseconds spin(const shm::SpinBudget& learnt) const override;
-  void begin_look() override { waiters_.begin_look(); }
-  void end_look() override { waiters_.end_look(); }
+  void begin_look() override { add_lookers(1); }
+  void end_look() override { add_lookers(-1); }
   void sleep(Waiter waiter, const std::function<bool()>& enough,
-             std::chrono::nanoseconds limit) override {
-    waiters_.sleep(waiter, enough, limit);
-  }
-  void wake(Waiter waiter) override { waiters_.wake(waiter); }
+             std::chrono::nanoseconds limit) override;
+  void wake(Waiter waiter) override;
 
   struct WireHead {
     uint32_t bytes;  ///< Of the message, without this head and the code.
@@ -120,11 +86,24 @@ class SocketLink final : public FastLink {
   void end(int rank, const std::string& how);
   void receive(int rank, FastCatch& caught);
   bool take_apart(int rank, std::vector<FastMessage>& messages);
+  void add_lookers(int more);
+  /// With `sleeping_`: lets the connections wake the one that they should.
+  void choose();
+
+  struct Sleeper {
+    UniqueFd set;
+    bool sleeps = false;
+  };
 
   const int rank_;
   const bool has_processor_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  SocketWaiters waiters_;
+  const UniqueFd connections_;  ///< The set of all. Ended ones leave it.
+  const UniqueFd bell_;         ///< An eventfd that can always be read.
+  std::mutex sleeping_;         ///< Guards the next three.
+  std::array<Sleeper, kWaiters> sleepers_;
+  int lookers_ = 0;
+  std::optional<size_t> chosen_;
   std::mutex taking_;
   std::vector<char> buffer_;  ///< Under `taking_`.
 };
