@@ -38,13 +38,13 @@ std::shared_ptr<FastLink> meet_over_memory(Store& store, const FastMeeting& meet
                                            const Look& look) {
   static constexpr const char* kKey = "fast/memory";
   shm::SharedGroupOptions options;
-  options.segment.rank = meeting.rank;
-  options.segment.size = meeting.size;
-  options.segment.slot_bytes = 64;  // Only the messages' memory is used.
-  options.segment.message_bytes = RingLink::kRingBytes;
-  options.segment.timeout = store.timeout();
-  options.segment.group = "rpc";
-  options.segment.look = [&](const std::vector<int>&) { look(); };
+  options.rank = meeting.rank;
+  options.size = meeting.size;
+  options.slot_bytes = 64;  // Only the messages' memory is used.
+  options.message_bytes = RingLink::kRingBytes;
+  options.timeout = store.timeout();
+  options.group = "rpc";
+  options.look = [&](const std::vector<int>&) { look(); };
   const shm::Meeting over_store{
       [&](const std::string& value) { store.set(kKey, value); },
       [&] { return store.check({kKey}) ? store.get(kKey) : std::string(); }};

@@ -17,20 +17,19 @@ constexpr int kTurn = 64;
 
 RingLink::RingLink(std::unique_ptr<shm::SharedGroup> group)
     : group_(std::move(group)), peers_(static_cast<size_t>(group_->size())) {
-  shm::Segment& segment = group_->segment();
-  const size_t memory = segment.message_bytes();
+  const size_t memory = group_->message_bytes();
   static_assert(sizeof(Inbox) <= 4096);
   inbox_ = &inbox(rank());
   for (int other = 0; other < size(); ++other) {
     if (other == rank()) continue;
     Peer& peer = peers_[static_cast<size_t>(other)];
-    peer.out.attach(segment.messages(rank(), other), memory);
-    peer.in.attach(segment.messages(other, rank()), memory);
+    peer.out.attach(group_->messages(rank(), other), memory);
+    peer.in.attach(group_->messages(other, rank()), memory);
   }
 }
 
 RingLink::Inbox& RingLink::inbox(int rank) const {
-  return *reinterpret_cast<Inbox*>(group_->segment().messages(rank, rank));
+  return *reinterpret_cast<Inbox*>(group_->messages(rank, rank));
 }
 
 void RingLink::wake_waiter(Inbox& inbox, uint32_t waiter) {

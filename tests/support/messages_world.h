@@ -76,10 +76,10 @@ class World {
                           [&] { return told.get(); }};
     rethrow_first(run_ranks(size, [&](int rank) {
       SharedGroupOptions group;
-      group.segment.rank = rank;
-      group.segment.size = size;
-      group.segment.message_bytes = message_bytes;
-      group.segment.slot_bytes = slot_bytes;
+      group.rank = rank;
+      group.size = size;
+      group.message_bytes = message_bytes;
+      group.slot_bytes = slot_bytes;
       const auto at = static_cast<size_t>(rank);
       groups_[at] = std::make_unique<SharedGroup>(group, meeting);
       messages_[at] = std::make_unique<Messages>(*groups_[at], judge_plainly);

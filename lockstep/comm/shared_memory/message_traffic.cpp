@@ -16,7 +16,7 @@ constexpr size_t kTurnBytes = 256 << 10;
 }  // namespace
 
 Mailbox& Messages::mailbox(int rank) {
-  return *reinterpret_cast<Mailbox*>(group_.segment().messages(rank, size_));
+  return *reinterpret_cast<Mailbox*>(group_.messages(rank, size_));
 }
 
 template <class Visit>

@@ -264,7 +264,7 @@ std::exception_ptr Messages::lost_error(const Message& message) const {
     if (rank == rank_ || (message.peer_ != kAnyRank && message.peer_ != rank)) continue;
     lost.add(group_.end_of(rank));
   }
-  group_.segment().note_cause(lost);
+  group_.note_cause(lost);
   return failure_error(text_of(message) + " cannot finish: " + describe(lost), lost);
 }
 

@@ -28,8 +28,7 @@ Messages::Messages(SharedGroup& group, Judge judge)
       rank_(group.rank()),
       size_(group.size()),
       peers_(static_cast<size_t>(size_)) {
-  Segment& segment = group.segment();
-  const size_t memory = segment.message_bytes();
+  const size_t memory = group.message_bytes();
   constexpr size_t kLeast = 4096;
   static_assert(sizeof(Mailbox) <= kLeast);
   if (memory < kLeast)
@@ -42,8 +41,8 @@ Messages::Messages(SharedGroup& group, Judge judge)
   mailbox_ = &mailbox(rank_);
   for (int other = 0; other < size_; ++other) {
     Peer& peer = peers_[static_cast<size_t>(other)];
-    peer.out.attach(segment.messages(rank_, other), memory);
-    peer.in.attach(segment.messages(other, rank_), memory);
+    peer.out.attach(group.messages(rank_, other), memory);
+    peer.in.attach(group.messages(other, rank_), memory);
   }
 }
 

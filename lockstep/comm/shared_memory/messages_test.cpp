@@ -459,9 +459,9 @@ void outlive_a_killed_peer(std::chrono::microseconds after) {
   const pid_t child = fork();
   ASSERT_GE(child, 0);
   SharedGroupOptions options;
-  options.segment.rank = child == 0 ? 1 : 0;
-  options.segment.size = 2;
-  options.segment.message_bytes = 4096;
+  options.rank = child == 0 ? 1 : 0;
+  options.size = 2;
+  options.message_bytes = 4096;
   if (child == 0) {
     try {
       SharedGroup group(options, meeting_over(pipe_ends));

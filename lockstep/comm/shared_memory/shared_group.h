@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/shared_memory/memory.h"
 #include "lockstep/comm/shared_memory/segment.h"
 #include "lockstep/comm/shared_memory/spin_budget.h"
 
@@ -34,37 +35,58 @@ inline constexpr std::chrono::milliseconds kSlice{20};
 /// What waits for a call: its caller, which has nothing else to do, or the group's thread.
 enum class Waiter : uint8_t { caller, thread };
 
-struct SharedGroupOptions {
-  SegmentOptions segment;
+struct SharedGroupOptions : MeetingOptions {
+  /// Of each of a rank's three slots. Smaller means more steps. Larger means that a step's data
+  /// leaves the cache before it is read. Of 64 to 512 KiB this was fastest, measured with 512 KiB
+  /// of level-2 cache per core.
+  size_t slot_bytes = 256 << 10;
+  /// Of the ring for messages from one rank to another. Only those that are used take memory.
+  size_t message_bytes = 64 << 10;
   /// From all ranks' `Call::encoded`: which ranks differ in what.
   std::function<Failure(const std::vector<std::string>&)> judge;
 };
 
-/// One rank's end of the group: steps, and what becomes of them when a rank fails. One thread at a
-/// time may be in a call. `fail` may come from any.
+/// One rank's end of a group of processes on one host, in memory that they share: steps, and what
+/// becomes of them when a rank fails. One thread at a time may be in a call. `fail` may come from
+/// any.
 ///
 /// The ranks that wait for a peer notice its end within some 20 ms. The rank that sees it first
 /// writes the failure on the group's board in shared memory. All waits, present and later, throw
 /// it.
+///
+/// The memory is reserved when it is made, so that a lack of it is an error here and no SIGBUS
+/// later. Pages for messages are reserved as they are used.
 class SharedGroup {
  public:
-  SharedGroup(SharedGroupOptions options, const Meeting& meeting);
+  /// Blocks until rank 0 has been met by all. Throws what SharedMemory throws, and CommError for
+  /// ranks of other versions.
+  SharedGroup(const SharedGroupOptions& options, const Meeting& meeting);
+  ~SharedGroup() { leave(); }
+  SharedGroup(const SharedGroup&) = delete;
+  SharedGroup& operator=(const SharedGroup&) = delete;
 
-  int rank() const { return segment_.rank(); }
-  int size() const { return segment_.size(); }
-  size_t slot_bytes() const { return segment_.slot_bytes(); }
-  Segment& segment() { return segment_; }
-  const Segment& segment() const { return segment_; }
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+  const RankRecord& record(int rank) const { return records_[rank]; }
+  size_t message_bytes() const { return message_bytes_; }
+  /// Zeroed memory of `message_bytes` for what `from` sends to `to`. There is more at `size()`, for
+  /// what all others tell `from`.
+  std::byte* messages(int from, int to) const {
+    const auto index =
+        static_cast<size_t>(from) * static_cast<size_t>(size_ + 1) + static_cast<size_t>(to);
+    return messages_ + index * message_bytes_;
+  }
 
   /// Begins a call: its hash goes with the step to come. Throws when the group has failed before.
   void begin(const Call& call);
   /// Where this rank's data of the step to come goes: `bytes` of them, at most a slot.
-  std::byte* give(size_t bytes) { return segment_.slot(rank(), step_ + 1) + offset(bytes); }
+  std::byte* give(size_t bytes) { return slot(rank(), step_ + 1) + offset(bytes); }
   /// Tells the others that this rank has given.
   void arrive();
   /// Looks whether all have arrived, for at most `budget`.
   bool all_here(std::chrono::nanoseconds budget) const {
-    return size() == 1 || segment_.header().barrier.spin(step_, size(), budget);
+    return size() == 1 || header_->barrier.spin(step_, size(), budget);
   }
   /// Blocks until all have arrived. Throws PeerLostError naming ranks that have ended or closed the
   /// group, TimeoutError naming those that did not come within `timeout`.
@@ -72,13 +94,12 @@ class SharedGroup {
   /// After the first step of a call: throws MismatchError on all ranks when they did not all make
   /// the same. The group can be used afterwards.
   void compare(const Call& call, std::chrono::milliseconds timeout);
-  /// The same for what a hash cannot say. All ranks must come to it.
+  /// The same for what a hash cannot say. All ranks must come to it: they tell each other their
+  /// calls in one more step.
   [[noreturn]] void differ(const Call& call, std::chrono::milliseconds timeout);
-  /// All ranks' `Call::encoded`, for which they take one more step. All must come to it.
-  std::vector<std::string> tell_calls(const Call& call, std::chrono::milliseconds timeout);
   /// What `rank` gave in the step last awaited, or `ago` steps before it (0 or 1): `bytes` of them.
   std::byte* given(int rank, size_t bytes, int ago = 0) const {
-    return segment_.slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);
+    return slot(rank, step_ - static_cast<uint64_t>(ago)) + offset(bytes);
   }
 
   /// How long a thread of the group's looks for others before it sleeps. Where ranks share
@@ -99,9 +120,12 @@ class SharedGroup {
   /// Fails the group for all ranks. Does nothing when it has failed before. Never blocks.
   void fail(const Failure& failure) noexcept;
   /// Tells the others that this rank calls nothing any more, after `rounds` of its program's loop.
-  void leave(int64_t rounds = 0) noexcept { segment_.leave(rounds); }
+  void leave(int64_t rounds = 0) noexcept;
+  /// For the others, if this rank leaves over it: why its meeting failed, or the end of another
+  /// rank that made one of its messages fail. The first counts.
+  void note_cause(const Failure& cause) noexcept;
   bool failed() const {
-    return segment_.header().board.state.load(std::memory_order_acquire) != FailureBoard::empty;
+    return header_->board.state.load(std::memory_order_acquire) != FailureBoard::empty;
   }
   /// Why the group is of no more use. None while it is not, or while that is being written.
   std::optional<Failure> failure() const;
@@ -123,7 +147,7 @@ class SharedGroup {
   std::vector<Failure::Rank> members(const std::vector<int>& ranks, Failure::Kind kind) const;
   /// How a rank that is gone went, and over what.
   Failure end_of(int rank) const;
-  /// Segment::note_cause of a rank. Null where it has noted none.
+  /// `note_cause` of a rank. Null where it has noted none.
   std::shared_ptr<const Failure> noted_cause(int rank) const;
 
  private:
@@ -133,8 +157,13 @@ class SharedGroup {
   static size_t offset(size_t bytes) {
     return bytes <= kInlineBytes ? sizeof(SlotHeader) : kSlotHeader;
   }
+  /// What `rank` writes in `step`. The data follows the header.
+  std::byte* slot(int rank, uint64_t step) const {
+    const auto index = static_cast<size_t>(rank) * kSlots + step % kSlots;
+    return slots_ + index * (kSlotHeader + slot_bytes_);
+  }
   SlotHeader& header_of(int rank, uint64_t step) const {
-    return *reinterpret_cast<SlotHeader*>(segment_.slot(rank, step));
+    return *reinterpret_cast<SlotHeader*>(slot(rank, step));
   }
   /// Whether this rank has a processor to itself. False until all have come: only then it is known.
   bool has_processor() const {
@@ -151,7 +180,13 @@ class SharedGroup {
   bool notice_lost(const std::vector<int>& ranks, uint64_t step);
   Failure late(const std::vector<int>& ranks, std::chrono::milliseconds timeout) const;
 
-  Segment segment_;
+  const int rank_, size_;
+  const size_t slot_bytes_, message_bytes_;
+  SharedMemory memory_;
+  SegmentHeader* const header_;
+  RankRecord* const records_;
+  std::byte* const slots_;
+  std::byte* const messages_;
   std::vector<int> names_;
   std::function<Failure(const std::vector<std::string>&)> judge_;
   SpinBudget caller_spin_{kSpin, kCallerSpin};

@@ -35,8 +35,8 @@ std::vector<std::unique_ptr<SharedGroup>> make_groups(
   rethrow_first(run_ranks(size, [&](int rank) {
     before(rank);
     SharedGroupOptions options;
-    options.segment.rank = rank;
-    options.segment.size = size;
+    options.rank = rank;
+    options.size = size;
     groups[static_cast<size_t>(rank)] = std::make_unique<SharedGroup>(options, meeting);
   }));
   return groups;

@@ -58,12 +58,12 @@ auto look_of(const BackendOptions& options, std::vector<int> members) {
 
 shm::SharedGroupOptions local_options(const BackendOptions& options, const HostLayout& layout) {
   shm::SharedGroupOptions local;
-  local.segment.rank = layout.local;
-  local.segment.size = static_cast<int>(layout.mine().size());
-  local.segment.timeout = options.timeout;
-  local.segment.group = options.group_name;
-  local.segment.look = look_of(options, layout.mine());
-  local.segment.names = picked(names_of(options)->ranks, layout.mine());
+  local.rank = layout.local;
+  local.size = static_cast<int>(layout.mine().size());
+  local.timeout = options.timeout;
+  local.group = options.group_name;
+  local.look = look_of(options, layout.mine());
+  local.names = picked(names_of(options)->ranks, layout.mine());
   return local;
 }
 
@@ -189,7 +189,7 @@ void Hierarchy::give_hash(const SmallData* data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
   call_number_ = static_cast<int64_t>(
-      group_.segment().record(layout_.local).calls.load(std::memory_order_relaxed));
+      group_.record(layout_.local).calls.load(std::memory_order_relaxed));
   step([&](std::byte* slot) {
     std::memcpy(slot, &hash, sizeof(hash));
     if (data) data->give(slot + sizeof(hash));

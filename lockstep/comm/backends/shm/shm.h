@@ -16,7 +16,7 @@ BackendInfo info();
 /// A backend for ranks on one host that meets them through `options.store`. CPU tensors of every
 /// dtype that LibTorch's collectives know, contiguous or not. Collectives run in the calling thread
 /// when the others come within the time that a hand-over to another thread would cost. Else they
-/// run on a thread of the group's own. Their order is that of the calls. Throws what Segment
+/// run on a thread of the group's own. Their order is that of the calls. Throws what SharedGroup
 /// throws.
 MadeBackend make(const BackendOptions& options);
 

@@ -25,13 +25,13 @@ size_t ring_bytes(int ranks) {
 
 SharedGroupOptions group_options(const BackendOptions& options) {
   SharedGroupOptions group;
-  group.segment.rank = options.rank;
-  group.segment.size = options.size;
-  group.segment.timeout = options.timeout;
-  group.segment.group = options.group_name;
-  group.segment.look = options.look;
-  group.segment.message_bytes = ring_bytes(options.size);
-  group.segment.names = options.global_ranks;
+  group.rank = options.rank;
+  group.size = options.size;
+  group.timeout = options.timeout;
+  group.group = options.group_name;
+  group.look = options.look;
+  group.message_bytes = ring_bytes(options.size);
+  group.names = options.global_ranks;
   group.judge = [names = options.global_ranks,
                  name = options.group_name](const std::vector<std::string>& encoded) {
     std::vector<CallSignature> calls;

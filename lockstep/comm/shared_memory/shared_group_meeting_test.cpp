@@ -1,4 +1,4 @@
-#include "lockstep/comm/shared_memory/segment.h"
+#include "lockstep/comm/shared_memory/shared_group.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -19,7 +19,7 @@
 #include "tests/support/run_ranks.h"
 
 namespace lockstep::shm {
-namespace segment_test {
+namespace shared_group_meeting_test {
 
 using test::FileLimit;
 using test::in_child;
@@ -27,8 +27,8 @@ using test::Outcome;
 using test::outcome_of;
 using ::testing::HasSubstr;
 
-SegmentOptions options_of(int rank, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
-  SegmentOptions options;
+SharedGroupOptions options_of(int rank, std::chrono::milliseconds timeout = std::chrono::seconds(20)) {
+  SharedGroupOptions options;
   options.rank = rank;
   options.size = 2;
   options.timeout = timeout;
@@ -37,21 +37,21 @@ SegmentOptions options_of(int rank, std::chrono::milliseconds timeout = std::chr
 
 /// Rank 1 is told this.
 Outcome joins(const std::string& told) {
-  return outcome_of([&] { Segment(options_of(1), {{}, [&] { return told; }}); });
+  return outcome_of([&] { SharedGroup(options_of(1), {{}, [&] { return told; }}); });
 }
 
-TEST(Segment, WhoIsWaitedForIsLookedAfter) {
-  SegmentOptions options = options_of(0);
+TEST(SharedGroupMeeting, WhoIsWaitedForIsLookedAfter) {
+  SharedGroupOptions options = options_of(0);
   options.look = [](const std::vector<int>& missing) {
     EXPECT_EQ(missing, std::vector<int>{1});
     throw PeerLostError("rank 1 has ended");
   };
   const Meeting meeting{[](const std::string&) {}, {}};
-  EXPECT_THROW(Segment(options, meeting), PeerLostError);
+  EXPECT_THROW(SharedGroup(options, meeting), PeerLostError);
 }
 
-TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
-  SegmentOptions options = options_of(0);
+TEST(SharedGroupMeeting, WhoHasComeSeesThatRankZeroGaveUp) {
+  SharedGroupOptions options = options_of(0);
   options.size = 3;
   std::promise<std::string> told;
   std::atomic<bool> gives_up{false};
@@ -61,13 +61,13 @@ TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
     throw PeerLostError("rank 2 has ended", {}, {.kind = kEnded, .ranks = {{2, kEnded}}});
   };
   std::thread first([&] {
-    EXPECT_THROW(Segment(options, {[&](const std::string& text) { told.set_value(text); }, {}}),
+    EXPECT_THROW(SharedGroup(options, {[&](const std::string& text) { told.set_value(text); }, {}}),
                  PeerLostError);
   });
-  SegmentOptions second = options_of(1);
+  SharedGroupOptions second = options_of(1);
   second.size = 3;
   const std::string text = told.get_future().get();
-  const Segment segment(second, {{}, [&] { return text; }});
+  const SharedGroup segment(second, {{}, [&] { return text; }});
   EXPECT_EQ(segment.record(0).state.load(), RankState::joined);
   gives_up = true;
   first.join();
@@ -77,18 +77,18 @@ TEST(Segment, WhoHasComeSeesThatRankZeroGaveUp) {
   EXPECT_TRUE(cause && cause->concerns(2));
 }
 
-TEST(Segment, TheTimeOutEndsBothSides) {
+TEST(SharedGroupMeeting, TheTimeOutEndsBothSides) {
   const std::chrono::milliseconds soon(50);
   const Meeting alone{[](const std::string&) {}, [] { return std::string(); }};
-  SegmentOptions options = options_of(0, soon);
+  SharedGroupOptions options = options_of(0, soon);
   options.names = {4, 7};
-  const Outcome first = outcome_of([&] { Segment(options, alone); });
+  const Outcome first = outcome_of([&] { SharedGroup(options, alone); });
   EXPECT_TRUE(first.is<TimeoutError>()) << first.text();
   EXPECT_TRUE(first.failure().concerns(7));
-  EXPECT_TRUE(outcome_of([&] { Segment(options_of(1, soon), alone); }).is<TimeoutError>());
+  EXPECT_TRUE(outcome_of([&] { SharedGroup(options_of(1, soon), alone); }).is<TimeoutError>());
 }
 
-TEST(Segment, OnlyTheMemoryOfRankZeroIsTaken) {
+TEST(SharedGroupMeeting, OnlyTheMemoryOfRankZeroIsTaken) {
   EXPECT_TRUE(joins("none").is<CommError>());
   EXPECT_TRUE(joins("3 another namespace").is<UsageError>());
   const UniqueFd other(memfd_create("test", MFD_CLOEXEC));
@@ -96,16 +96,16 @@ TEST(Segment, OnlyTheMemoryOfRankZeroIsTaken) {
   EXPECT_TRUE(joins("9999 " + process_identity()).is<PeerLostError>());
 }
 
-TEST(Segment, ARankZeroThatGaveUpAndUsesTheDescriptorForASocketIsLost) {
+TEST(SharedGroupMeeting, ARankZeroThatGaveUpAndUsesTheDescriptorForASocketIsLost) {
   const UniqueFd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   EXPECT_TRUE(joins(std::to_string(socket.get()) + " " + process_identity()).is<PeerLostError>());
 }
 
-TEST(Segment, WithoutADescriptorItSaysSo) {
+TEST(SharedGroupMeeting, WithoutADescriptorItSaysSo) {
   std::promise<std::string> name;
   std::thread first([&] {
     const Outcome outcome = outcome_of([&] {
-      Segment(options_of(0, std::chrono::milliseconds(200)),
+      SharedGroup(options_of(0, std::chrono::milliseconds(200)),
               {[&](const std::string& told) { name.set_value(told); }, {}});
     });
     EXPECT_TRUE(outcome.is<TimeoutError>()) << outcome.text();
@@ -114,30 +114,30 @@ TEST(Segment, WithoutADescriptorItSaysSo) {
   {
     const FileLimit none(0);
     try {
-      Segment(options_of(1), {{}, [&] { return told; }});
+      SharedGroup(options_of(1), {{}, [&] { return told; }});
       ADD_FAILURE() << "joined without a descriptor";
     } catch (const SystemError& error) {
       EXPECT_EQ(error.errno_value(), EMFILE) << error.what();
     } catch (const std::exception& error) {
       ADD_FAILURE() << error.what();
     }
-    EXPECT_TRUE(outcome_of([] { Segment(options_of(0), {}); }).is<SystemError>());
+    EXPECT_TRUE(outcome_of([] { SharedGroup(options_of(0), {}); }).is<SystemError>());
   }
   first.join();
 }
 
-TEST(Segment, OtherUsersAreRefused) {
+TEST(SharedGroupMeeting, OtherUsersAreRefused) {
   if (geteuid() != 0) GTEST_SKIP() << "needs the right to become another user";
   const std::string refused = in_child([] {
     const UniqueFd memory(memfd_create("test", MFD_CLOEXEC));
     const std::string told = std::to_string(memory.get()) + " " + process_identity();
     const std::string error = in_child([&] {
-      if (setresuid(65533, 65533, 65533) == 0) Segment(options_of(1), {{}, [&] { return told; }});
+      if (setresuid(65533, 65533, 65533) == 0) SharedGroup(options_of(1), {{}, [&] { return told; }});
     });
     throw Error(error);
   });
   EXPECT_THAT(refused, HasSubstr("runs as another user"));
 }
 
-}  // namespace segment_test
+}  // namespace shared_group_meeting_test
 }  // namespace lockstep::shm
