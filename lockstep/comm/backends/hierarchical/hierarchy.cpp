@@ -7,6 +7,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "lockstep/base/copy_bytes.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
@@ -92,6 +93,18 @@ std::vector<std::string> meet(const BackendOptions& options) {
   std::vector<std::string> host_keys;
   for (const auto& one : keys) host_keys.push_back(options.store->get_to_str(one));
   return host_keys;
+}
+
+void Joining::join(const std::vector<const std::byte*>& sources, std::byte* target,
+                   size_t bytes) const {
+  std::vector<const void*> data(sources.begin(), sources.end());
+  // In chunks that stay in the first-level cache.
+  constexpr size_t kStep = 8 << 10;
+  for (size_t at = 0; at < bytes; at += kStep) {
+    const size_t step = std::min(kStep, bytes - at);
+    kernel(target + at, data.data(), static_cast<int>(data.size()), step);
+    for (auto& source : data) source = static_cast<const std::byte*>(source) + step;
+  }
 }
 
 struct Hierarchy::Frame {
@@ -192,7 +205,7 @@ void Hierarchy::give_hash(const SmallData* data) {
       group_.record(layout_.local).calls.load(std::memory_order_relaxed));
   step([&](std::byte* slot) {
     std::memcpy(slot, &hash, sizeof(hash));
-    if (data) data->give(slot + sizeof(hash));
+    if (data) copy_bytes(slot + sizeof(hash), data->data, data->bytes);
   });
   std::vector<const std::byte*> ranks;
   alike_ = true;
@@ -207,7 +220,7 @@ void Hierarchy::give_hash(const SmallData* data) {
   Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   mine.hash = hash;
   mine.comparison = alike_ ? Frame::same : Frame::differs;
-  if (data && alike_) data->join_ranks(ranks, mine.data.data());
+  if (data && alike_) data->joining.join(ranks, mine.data.data(), data->bytes);
   const auto* bytes = reinterpret_cast<const std::byte*>(&mine);
   for (int host = 0; host < static_cast<int>(frames_.size()); ++host) {
     if (host == layout_.host) continue;
@@ -227,7 +240,8 @@ void Hierarchy::await_frames(const SmallData* data) {
   }
   if (!data || !alike_) return;
   std::byte* result = group_.give(group_.slot_bytes()) + sizeof(uint64_t);
-  data->join_hosts(hosts, result);
+  data->joining.join(hosts, result, data->bytes);
+  data->joining.finish(result, data->bytes);
 }
 
 void Hierarchy::tell_comparison(const SmallData* data) {
@@ -240,7 +254,7 @@ void Hierarchy::tell_comparison(const SmallData* data) {
   uint64_t comparison = Frame::same;
   std::memcpy(&comparison, told, sizeof(comparison));
   if (comparison != Frame::same) differ();
-  if (data) data->take(told + sizeof(comparison));
+  if (data) copy_bytes(data->data, told + sizeof(comparison), data->bytes);
 }
 
 // By the store, which takes texts of any length.

@@ -13,6 +13,7 @@
 #include "lockstep/comm/backends/hierarchical/leaders.h"
 #include "lockstep/comm/checks/check_context.h"
 #include "lockstep/comm/shared_memory/plans.h"
+#include "lockstep/comm/shared_memory/reduction_kernels.h"
 #include "lockstep/comm/shared_memory/shared_group.h"
 
 namespace lockstep::hierarchical {
@@ -27,19 +28,27 @@ c10::intrusive_ptr<c10d::Store> flat_store(const BackendOptions& options);
 /// ranks' keys. Blocks until all have come. Throws the store's errors.
 std::vector<std::string> meet(const BackendOptions& options);
 
+/// How values become one. The ranks of a host are joined in shm's fixed tree, then the hosts in the
+/// same tree over them. The bits depend only on which ranks share a host.
+struct Joining {
+  shm::ReduceKernel kernel = nullptr;  ///< For an average that of the sum.
+  /// For an average: divides by the number of ranks, in place; once, at the end.
+  std::function<void(std::byte* data, size_t bytes)> divide = {};
+
+  /// `sources` in the kernel's order, which may hold `target`.
+  void join(const std::vector<const std::byte*>& sources, std::byte* target, size_t bytes) const;
+  void finish(std::byte* data, size_t bytes) const {
+    if (divide) divide(data, bytes);
+  }
+};
+
 /// A call's small data, which travels with the comparison of the calls: nothing else is sent for
-/// it. All sizes are the same on all ranks whose calls are the same. None is above kMost.
+/// it. All ranks' become one, in place.
 struct SmallData {
-  static constexpr size_t kMost = 1008;  ///< Of each rank's, each host's and the result's bytes.
-  using Sources = std::vector<const std::byte*>;
-  /// What this rank gives.
-  std::function<void(std::byte* slot)> give = [](std::byte*) {};
-  /// On a leader: what its host gives, from that of its ranks.
-  std::function<void(const Sources& ranks, std::byte* host)> join_ranks = [](auto&, auto*) {};
-  /// On a leader: the result, from what the hosts gave.
-  std::function<void(const Sources& hosts, std::byte* result)> join_hosts = [](auto&, auto*) {};
-  /// What this rank takes of the result.
-  std::function<void(const std::byte* result)> take = [](const std::byte*) {};
+  static constexpr size_t kMost = 1008;
+  std::byte* data = nullptr;
+  size_t bytes = 0;  ///< The same on all ranks whose calls are the same.
+  const Joining& joining;
 };
 
 /// One rank's end of a group on several hosts: the shared memory of its host, and, on a leader, the

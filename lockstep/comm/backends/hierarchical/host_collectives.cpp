@@ -10,8 +10,6 @@
 namespace lockstep::hierarchical {
 namespace {
 
-using Sources = SmallData::Sources;
-
 /// `total` bytes in chunks of `size`, the last one smaller; none for 0 bytes.
 struct Chunks {
   size_t total = 0;
@@ -48,21 +46,10 @@ std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t receiv
   return {{{memory, memory + first, {}}, {memory + all, memory + all + first, {}}}};
 }
 
-/// `sources` in the kernel's order, which may hold `target`.
-void join(const Joining& joining, const std::vector<const std::byte*>& sources, std::byte* target,
-          size_t bytes) {
-  std::vector<const void*> data(sources.begin(), sources.end());
-  // In chunks that stay in the first-level cache.
-  constexpr size_t kStep = 8 << 10;
-  for (size_t at = 0; at < bytes; at += kStep) {
-    const size_t step = std::min(kStep, bytes - at);
-    joining.kernel(target + at, data.data(), static_cast<int>(data.size()), step);
-    for (auto& source : data) source = static_cast<const std::byte*>(source) + step;
-  }
-}
-
-void finish_average(const Joining& joining, std::byte* data, size_t bytes) {
-  if (joining.divide) joining.divide(data, bytes);
+/// Of bytes that one rank has, while the others have zeros.
+const Joining& of_one_rank() {
+  static const Joining joining{shm::reduce_kernel(shm::DataType::u8, shm::Reduction::bor)};
+  return joining;
 }
 
 // Begins a call of large data; nothing is done where this host's calls differ.
@@ -114,8 +101,8 @@ class HostReduce {
     std::vector<const std::byte*> sources;
     for (size_t host = 0; host < hosts_; ++host)
       sources.push_back(host == me_ ? start + mine.begin : received(stage, mine, host));
-    join(joining_, sources, start + mine.begin, mine.bytes);
-    finish_average(joining_, start + mine.begin, mine.bytes);
+    joining_.join(sources, start + mine.begin, mine.bytes);
+    joining_.finish(start + mine.begin, mine.bytes);
     if (hosts_ == 2) return;
     each_other_host(hierarchy_.layout(), [&](size_t host) {
       const Part theirs = part(chunk, host);
@@ -353,8 +340,8 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
       std::vector<const std::byte*> sources;
       for (size_t host = 0; host < hosts; ++host)
         sources.push_back(host == me ? own : stage.received + host * share);
-      join(joining, sources, own, share);
-      finish_average(joining, own, share);
+      joining.join(sources, own, share);
+      joining.finish(own, share);
     }
     std::vector<const std::byte*> parts;
     for (size_t k = 0; k < mine.size(); ++k) parts.push_back(own + k * each);
@@ -367,64 +354,34 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
 }  // namespace
 
 void barrier(Hierarchy& hierarchy) {
-  hierarchy.exchange({});
+  hierarchy.exchange({.joining = of_one_rank()});
 }
 
 void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
   if (bytes > SmallData::kMost) return large_all_reduce(hierarchy, data, bytes, joining);
-  hierarchy.exchange({.give = [&](std::byte* slot) { copy_bytes(slot, data, bytes); },
-                      .join_ranks = [&](const Sources& ranks,
-                                        std::byte* host) { join(joining, ranks, host, bytes); },
-                      .join_hosts =
-                          [&](const Sources& hosts, std::byte* result) {
-                            join(joining, hosts, result, bytes);
-                            finish_average(joining, result, bytes);
-                          },
-                      .take = [&](const std::byte* result) { copy_bytes(data, result, bytes); }});
+  hierarchy.exchange({data, bytes, joining});
 }
 
 void broadcast(Hierarchy& hierarchy, std::byte* data, size_t bytes, int root) {
   if (bytes > SmallData::kMost) return large_broadcast(hierarchy, data, bytes, root);
-  const HostLayout& layout = hierarchy.layout();
-  const bool is_root = layout.mine()[static_cast<size_t>(layout.local)] == root;
-  const auto host = static_cast<size_t>(layout.host_of[static_cast<size_t>(root)]);
-  const auto local = static_cast<size_t>(layout.local_of(root));
-  hierarchy.exchange(
-      {.give = [&](std::byte* slot) { copy_bytes(slot, data, is_root ? bytes : 0); },
-       .join_ranks =
-           [&](const Sources& ranks, std::byte* to) {
-             if (layout.host == static_cast<int>(host)) copy_bytes(to, ranks[local], bytes);
-           },
-       .join_hosts = [&](const Sources& hosts,
-                         std::byte* result) { copy_bytes(result, hosts[host], bytes); },
-       .take = [&](const std::byte* result) { copy_bytes(data, result, is_root ? 0 : bytes); }});
+  const bool is_root = hierarchy.layout().rank() == root;
+  std::vector<std::byte> small(bytes);
+  if (is_root) copy_bytes(small.data(), data, bytes);
+  hierarchy.exchange({small.data(), bytes, of_one_rank()});
+  if (!is_root) copy_bytes(data, small.data(), bytes);
 }
 
 void all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes,
                 const std::vector<std::byte*>& outputs) {
-  if (!outputs.empty() && outputs.size() * bytes > SmallData::kMost)
-    return large_all_gather(hierarchy, input, bytes, outputs);
   const auto& layout = hierarchy.layout();
-  hierarchy.exchange({.give = [&](std::byte* slot) { copy_bytes(slot, input, bytes); },
-                      .join_ranks =
-                          [&](const Sources& ranks, std::byte* host) {
-                            for (size_t k = 0; k < ranks.size(); ++k)
-                              copy_bytes(host + k * bytes, ranks[k], bytes);
-                          },
-                      .join_hosts =
-                          [&](const Sources& hosts, std::byte* result) {
-                            for (size_t host = 0; host < hosts.size(); ++host) {
-                              const size_t theirs = layout.hosts[host].size() * bytes;
-                              copy_bytes(result, hosts[host], theirs);
-                              result += theirs;
-                            }
-                          },
-                      .take =
-                          [&](const std::byte* result) {
-                            if (outputs.empty()) return;
-                            for (const auto& host : layout.hosts)
-                              result = put_apart(result, host, outputs, 0, bytes);
-                          }});
+  const size_t all_bytes = layout.size() * bytes;
+  if (!outputs.empty() && all_bytes > SmallData::kMost)
+    return large_all_gather(hierarchy, input, bytes, outputs);
+  std::vector<std::byte> all(all_bytes);
+  copy_bytes(all.data() + static_cast<size_t>(layout.rank()) * bytes, input, bytes);
+  hierarchy.exchange({all.data(), all_bytes, of_one_rank()});
+  for (size_t rank = 0; rank < outputs.size(); ++rank)
+    copy_bytes(outputs[rank], all.data() + rank * bytes, bytes);
 }
 
 void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& inputs,
@@ -436,9 +393,8 @@ void reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byte*>& i
   for (size_t rank = 0; rank < inputs.size(); ++rank)
     copy_bytes(sum.data() + rank * bytes, inputs[rank], bytes);
   all_reduce(hierarchy, sum.data(), all, joining);
-  const HostLayout& layout = hierarchy.layout();
-  const int rank = layout.mine()[static_cast<size_t>(layout.local)];
-  copy_bytes(output, sum.data() + static_cast<size_t>(rank) * bytes, bytes);
+  const auto me = static_cast<size_t>(hierarchy.layout().rank());
+  copy_bytes(output, sum.data() + me * bytes, bytes);
 }
 
 }  // namespace lockstep::hierarchical

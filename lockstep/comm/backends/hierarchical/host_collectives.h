@@ -1,21 +1,11 @@
 #pragma once
 
 #include <cstddef>
-#include <functional>
 #include <vector>
 
 #include "lockstep/comm/backends/hierarchical/hierarchy.h"
-#include "lockstep/comm/shared_memory/reduction_kernels.h"
 
 namespace lockstep::hierarchical {
-
-/// How values become one. The ranks of a host are joined in shm's fixed tree, then the hosts in the
-/// same tree over them. The bits depend only on which ranks share a host.
-struct Joining {
-  shm::ReduceKernel kernel = nullptr;  ///< For an average that of the sum.
-  /// For an average: divides by the number of ranks, in place; once, at the end.
-  std::function<void(std::byte* data, size_t bytes)> divide = {};
-};
 
 /// What crosses between hosts at a time, in bytes. Smaller data goes in about four chunks. While
 /// one chunk is under way between hosts, the next is joined within them and the one before handed

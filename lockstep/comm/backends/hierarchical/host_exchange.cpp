@@ -65,9 +65,8 @@ void gather(Hierarchy& hierarchy, c10d::Backend& flat, const std::byte* input, s
 
 void scatter(Hierarchy& hierarchy, c10d::Backend& flat, const std::vector<std::byte*>& inputs,
              std::byte* output, size_t bytes, int root) {
-  const HostLayout& layout = hierarchy.layout();
-  const size_t ranks = layout.size();
-  const auto me = static_cast<size_t>(layout.mine()[static_cast<size_t>(layout.local)]);
+  const size_t ranks = hierarchy.layout().size();
+  const auto me = static_cast<size_t>(hierarchy.layout().rank());
   if (ranks * bytes <= SmallData::kMost) {
     std::vector<std::byte> all(ranks * bytes);
     for (size_t rank = 0; rank < inputs.size(); ++rank)

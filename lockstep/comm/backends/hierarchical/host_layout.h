@@ -19,6 +19,7 @@ struct HostLayout {
   static HostLayout of(const std::vector<std::string>& host_keys, int rank);
 
   const std::vector<int>& mine() const { return hosts[static_cast<size_t>(host)]; }
+  int rank() const { return mine()[static_cast<size_t>(local)]; }
   bool leads() const { return local == 0; }
   bool one_host() const { return hosts.size() == 1; }
   bool one_rank_a_host() const {
