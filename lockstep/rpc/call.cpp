@@ -38,15 +38,11 @@ const native::WorkerInfo& worker_info(Worker& worker, const std::string& name) {
   }
 }
 
-/// Zero would be no limit for LibTorch.
-Limit checked_limit(const std::string& what, Limit limit) {
-  if (limit) check_timeout(what, *limit);
-  return limit;
-}
-
 /// Counts a call as under way until the last copy is gone.
 std::shared_ptr<void> count_call(const std::shared_ptr<Worker>& worker, const std::string& what,
                                  Limit timeout) {
+  // Zero would be no limit for LibTorch.
+  if (timeout) check_timeout(what + ": the time-out", *timeout);
   Limit wait;
   if (!HandlerThreads::on_one()) wait = timeout.value_or(default_timeout());
   if (!worker->calls().begin(wait)) {
@@ -78,10 +74,6 @@ bool has_ended(const std::optional<int64_t>& context) {
 std::string what(const Signature& signature, const std::string& worker) {
   return "rpc: '" + signature.name + "' on worker '" + worker + "'";
 }
-
-}  // namespace
-
-namespace {
 
 std::shared_ptr<CallState> send(Worker& worker, const native::WorkerInfo& to,
                                 const Signature& signature, std::vector<at::IValue> arguments,
@@ -128,7 +120,6 @@ std::shared_ptr<CallState> send_call(const Destination& to, const Signature& sig
   const auto worker = this_worker("rpc::call");
   const auto& info = worker_info(*worker, to.worker);
   const std::string text = what(signature, to.worker);
-  checked_limit(text + ": the time-out", to.timeout);
   auto counted = count_call(worker, text, to.timeout);
   auto state = send_fast(*worker, info, signature, arguments, to.timeout, text);
   if (!state) state = send(*worker, info, signature, std::move(arguments), to.timeout);
@@ -196,7 +187,6 @@ RRefPtr send_remote(const Destination& to, const Signature& signature,
   const auto worker = this_worker("rpc::remote");
   const auto& info = worker_info(*worker, to.worker);
   const std::string text = what(signature, to.worker);
-  checked_limit(text + ": the time-out", to.timeout);
   auto counted = count_call(worker, text, to.timeout);
   auto call = packed_call(signature, std::move(arguments));
   const auto send = [&](const native::RRefId& rref, const native::ForkId& fork) {
@@ -259,7 +249,7 @@ at::IValue local_value(const RRefPtr& rref, Limit limit) {
         "rpc: local_value of a reference to what worker '" + owner_name(rref) + "' owns",
         "call a function there, or copy the value by to_here()");
   }
-  checked_limit("rpc: local_value", limit);
+  if (limit) check_timeout("rpc: local_value", *limit);
   const auto owned = c10::static_intrusive_pointer_cast<native::OwnerRRef>(rref);
   try {
     if (!owned->hasValue()) {
@@ -273,7 +263,7 @@ at::IValue local_value(const RRefPtr& rref, Limit limit) {
 
 at::IValue fetch_value(const RRefPtr& rref, Limit limit) {
   if (checked(rref)->isOwner()) return local_value(rref, limit);
-  checked_limit("rpc: to_here", limit);
+  if (limit) check_timeout("rpc: to_here", *limit);
   const auto worker = this_worker("rpc::RRef::to_here");
   const HandlerThreads::Waiting waiting;
   try {
