@@ -1,11 +1,10 @@
 #include "lockstep/rpc/remote_failure.h"
 
+#include <c10/util/Type.h>
 #include <cxxabi.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <iterator>
-#include <memory>
 #include <typeinfo>
 
 #include "lockstep/base/error.h"
@@ -30,16 +29,9 @@ namespace {
 constexpr char kFailure[] = "\x01rpc-failure\x02", kMismatch[] = "\x01rpc-mismatch\x02";
 constexpr char kEnd = '\x03', kSeparator = '\x02';
 
-std::string type_name(const std::type_info& type) {
-  int status = 0;
-  const std::unique_ptr<char, decltype(&std::free)> name(
-      abi::__cxa_demangle(type.name(), nullptr, nullptr, &status), &std::free);
-  return status == 0 && name ? name.get() : type.name();
-}
-
 std::string current_type_name() {
   const std::type_info* type = abi::__cxa_current_exception_type();
-  return type ? type_name(*type) : "an unknown type";
+  return type ? c10::demangle(type->name()) : "an unknown type";
 }
 
 std::string packed(const char* kind, const std::vector<std::string>& parts) {
