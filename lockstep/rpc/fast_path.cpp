@@ -118,8 +118,8 @@ void FastPath::drive(const CallState& state, std::optional<Clock::time_point> en
 
 // One thread at a time: the others wait for what it, or the poller, takes out.
 void FastPath::sleep_over(const CallState& state, Clock::time_point end) {
-  if (caller_sleeps_.exchange(true)) return;
-  sleeps_over_ = &state;
+  const CallState* nobody = nullptr;
+  if (!sleeps_over_.compare_exchange_strong(nobody, &state)) return;
   const auto over = [&] { return state.is_done() || stopped_; };
   while (!over()) {
     const auto now = Clock::now();
@@ -128,7 +128,6 @@ void FastPath::sleep_over(const CallState& state, Clock::time_point end) {
     if (link_->look()) take();
   }
   sleeps_over_ = nullptr;
-  caller_sleeps_ = false;
   take_and_go();
 }
 

@@ -179,8 +179,7 @@ class FastPath final : public std::enable_shared_from_this<FastPath> {
   RequestQueue requests_;
   std::atomic<bool> has_handler_{false}, helper_comes_{false}, poller_called_{false};
   std::atomic<int> callers_looking_{0};
-  std::atomic<bool> caller_sleeps_{false};
-  std::atomic<const CallState*> sleeps_over_{nullptr};
+  std::atomic<const CallState*> sleeps_over_{nullptr};  ///< The caller that sleeps; null: none.
   shm::SpinBudget caller_budget_, handler_budget_;
   std::thread poller_;
 };
