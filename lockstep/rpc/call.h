@@ -60,7 +60,7 @@ auto call(const Destination& to, const Function<R(A...)>& function, Given&&... a
 template <class R, class... A, class... Given>
 auto remote(const Destination& to, const Function<R(A...)>& function, Given&&... arguments) {
   using Result = Function<R(A...)>::Result;
-  return RRef<typename detail::ReferredTo<Result>::type>(detail::send_remote(
+  return RRef<typename detail::PointedTo<Result>::type>(detail::send_remote(
       to, function.signature(), Function<R(A...)>::pack(std::forward<Given>(arguments)...)));
 }
 

@@ -70,7 +70,7 @@ std::string types_text() {
 
 template <class R, class F>
 HandlerResult result_of(F&& run) {
-  if constexpr (IsFuture<R>::value) {
+  if constexpr (!std::is_same_v<R, typename ResultOf<R>::type>) {  // A Future.
     return {{}, run().state()};
   } else if constexpr (std::is_void_v<R>) {
     run();

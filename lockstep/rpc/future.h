@@ -97,11 +97,6 @@ class CallState : public std::enable_shared_from_this<CallState> {
 /// it is done.
 std::shared_ptr<CallState> promised_state();
 
-template <class T>
-struct IsFuture : std::false_type {};
-template <class T>
-struct IsFuture<Future<T>> : std::true_type {};
-
 /// Runs `work` and puts what it returns, or throws, into `state`.
 template <class T, class F>
 void complete_with(CallState& state, F&& work) noexcept {

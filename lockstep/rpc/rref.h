@@ -10,7 +10,6 @@
 #include <typeinfo>
 #include <utility>
 
-#include "lockstep/rpc/future.h"
 #include "lockstep/rpc/value.h"
 
 namespace lockstep::rpc {
@@ -39,6 +38,7 @@ RRefPtr rref_of(const at::IValue& value);
 /// Throws UsageError for an empty handle.
 const RRefPtr& checked(const RRefPtr& rref);
 
+/// The T of RRef<T> for a function whose result is a T or a pointer to one.
 template <class T>
 struct PointedTo {
   using type = T;
@@ -55,14 +55,6 @@ at::IValue object_value(T object) {
   using Object = PointedTo<T>::type;
   return hold_object(PointedTo<T>::pointer(std::move(object)), typeid(Object));
 }
-
-/// The T of RRef<T> for a function that returns R.
-template <class R>
-struct ReferredTo {
-  using type = PointedTo<R>::type;
-};
-template <class T>
-struct ReferredTo<Future<T>> : ReferredTo<T> {};
 
 }  // namespace detail
 
