@@ -235,16 +235,6 @@ std::byte* put_together(std::byte* to, const std::vector<int>& ranks,
   return to;
 }
 
-/// The reverse.
-const std::byte* put_apart(const std::byte* from, const std::vector<int>& ranks,
-                           const std::vector<std::byte*>& blocks, size_t offset, size_t bytes) {
-  for (const int rank : ranks) {
-    copy_bytes(blocks[static_cast<size_t>(rank)] + offset, from, bytes);
-    from += bytes;
-  }
-  return from;
-}
-
 /// A call in chunks: while one is `post`ed between the leaders, the next is made on the hosts by
 /// `local` and the one before handed out.
 template <class Local, class Post, class HandOut>
@@ -293,7 +283,10 @@ void large_all_gather(Hierarchy& hierarchy, const std::byte* input, size_t bytes
     hierarchy.run_local(shm::broadcast_plan(hierarchy.local(), stage.received, others * each, 0));
     const std::byte* from = stage.received;
     each_other_host(layout, [&](size_t host) {
-      from = put_apart(from, layout.hosts[host], outputs, chunks.offset(chunk), each);
+      for (const int rank : layout.hosts[host]) {
+        copy_bytes(outputs[static_cast<size_t>(rank)] + chunks.offset(chunk), from, each);
+        from += each;
+      }
     });
   };
   pipeline(hierarchy, chunks, gather_local, post, hand_out);
