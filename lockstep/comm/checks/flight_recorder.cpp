@@ -176,7 +176,7 @@ size_t FlightRecorder::add_group(const std::string& name, const std::string& bac
   }
   std::vector<std::string> numbers;
   for (const int one : ranks) numbers.push_back(std::to_string(one));
-  groups_.push_back({name, backend, ranks, "[" + join(numbers, ", ") + "]", rank});
+  groups_.push_back({name, backend, "[" + join(numbers, ", ") + "]", rank});
   path_ = file_ + std::to_string(ranks.at(static_cast<size_t>(rank)));
   std::error_code refused;  // What then fails is the writing, which says so.
   if (!ring_.empty())
@@ -289,7 +289,7 @@ void FlightRecorder::write(Pickle& out) const {
     out.open_dict();
     out.field("name", group.name);
     out.field("desc", group.backend);
-    out.field("ranks", group.list);
+    out.field("ranks", group.ranks);
     out.close_dict();
   }
   out.close_dict();

@@ -67,9 +67,8 @@ class FlightRecorder {
   };
   struct Group {
     std::string name, backend;
-    RankNames ranks;
-    std::string list;  ///< "[0, 2]"
-    int rank = 0;      ///< This process, in the group.
+    std::string ranks;  ///< "[0, 2]"
+    int rank = 0;       ///< This process, in the group.
   };
   class Pickle;
   static void on_signal(int number);
