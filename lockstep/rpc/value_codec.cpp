@@ -17,7 +17,6 @@ namespace lockstep::rpc::detail {
 namespace {
 
 enum class Kind : uint8_t { none, no, yes, whole, real, text, tuple, tensor, again };
-constexpr auto kLastKind = Kind::again;
 
 /// A tensor's dimensions, at most.
 constexpr size_t kMostDimensions = 64;
@@ -153,7 +152,7 @@ class Decoder {
     return number;
   }
   at::IValue value(int depth) {
-    switch (static_cast<Kind>(std::min(get<uint8_t>(), static_cast<uint8_t>(kEnd)))) {
+    switch (get<Kind>()) {
       case Kind::none:
         return {};
       case Kind::no:
@@ -209,7 +208,6 @@ class Decoder {
     return made;
   }
 
-  static constexpr int kEnd = static_cast<int>(kLastKind) + 1;
   const std::string_view bytes_;
   size_t at_ = 0;
   c10::SmallVector<at::Tensor, 8> tensors_;
