@@ -108,9 +108,8 @@ void Joining::join(const std::vector<const std::byte*>& sources, std::byte* targ
 }
 
 struct Hierarchy::Frame {
-  enum Comparison : uint64_t { same, differs };
   uint64_t hash = 0;
-  uint64_t comparison = same;
+  uint64_t alike = 1;  ///< 0: the calls of its host's ranks differ.
   std::array<std::byte, SmallData::kMost> data{};
 };
 
@@ -198,14 +197,14 @@ void Hierarchy::run_local(shm::Plan plan) {
   }
 }
 
-void Hierarchy::give_hash(const SmallData* data) {
+void Hierarchy::give_hash(const SmallData& data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
   call_number_ = static_cast<int64_t>(
       group_.record(layout_.local).calls.load(std::memory_order_relaxed));
   step([&](std::byte* slot) {
     std::memcpy(slot, &hash, sizeof(hash));
-    if (data) copy_bytes(slot + sizeof(hash), data->data, data->bytes);
+    copy_bytes(slot + sizeof(hash), data.data, data.bytes);
   });
   std::vector<const std::byte*> ranks;
   alike_ = true;
@@ -219,8 +218,8 @@ void Hierarchy::give_hash(const SmallData* data) {
   if (!leaders_) return;
   Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   mine.hash = hash;
-  mine.comparison = alike_ ? Frame::same : Frame::differs;
-  if (data && alike_) data->joining.join(ranks, mine.data.data(), data->bytes);
+  mine.alike = alike_;
+  if (alike_) data.joining.join(ranks, mine.data.data(), data.bytes);
   const auto* bytes = reinterpret_cast<const std::byte*>(&mine);
   for (int host = 0; host < static_cast<int>(frames_.size()); ++host) {
     if (host == layout_.host) continue;
@@ -230,31 +229,31 @@ void Hierarchy::give_hash(const SmallData* data) {
   }
 }
 
-void Hierarchy::await_frames(const SmallData* data) {
+void Hierarchy::await_frames(const SmallData& data) {
   finish(frames_under_way_);
   const Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   std::vector<const std::byte*> hosts;
   for (const Frame& frame : frames_) {
-    alike_ = alike_ && frame.comparison == Frame::same && frame.hash == mine.hash;
+    alike_ = alike_ && frame.alike == 1 && frame.hash == mine.hash;
     hosts.push_back(frame.data.data());
   }
-  if (!data || !alike_) return;
+  if (!alike_) return;
   std::byte* result = group_.give(group_.slot_bytes()) + sizeof(uint64_t);
-  data->joining.join(hosts, result, data->bytes);
-  data->joining.finish(result, data->bytes);
+  data.joining.join(hosts, result, data.bytes);
+  data.joining.finish(result, data.bytes);
 }
 
-void Hierarchy::tell_comparison(const SmallData* data) {
+void Hierarchy::tell_comparison(const SmallData& data) {
   if (leaders_) await_frames(data);
   step([&](std::byte* slot) {
-    const uint64_t comparison = alike_ ? Frame::same : Frame::differs;
-    if (leaders_) std::memcpy(slot, &comparison, sizeof(comparison));
+    const uint64_t alike = alike_;
+    if (leaders_) std::memcpy(slot, &alike, sizeof(alike));
   });
   const std::byte* told = group_.given(0, group_.slot_bytes());
-  uint64_t comparison = Frame::same;
-  std::memcpy(&comparison, told, sizeof(comparison));
-  if (comparison != Frame::same) differ();
-  if (data) copy_bytes(data->data, told + sizeof(comparison), data->bytes);
+  uint64_t alike = 1;
+  std::memcpy(&alike, told, sizeof(alike));
+  if (alike == 0) differ();
+  copy_bytes(data.data, told + sizeof(alike), data.bytes);
 }
 
 // By the store, which takes texts of any length.

@@ -43,12 +43,12 @@ struct Joining {
 };
 
 /// A call's small data, which travels with the comparison of the calls: nothing else is sent for
-/// it. All ranks' become one, in place.
+/// it. All ranks' become one, in place. By default there is none.
 struct SmallData {
   static constexpr size_t kMost = 1008;
   std::byte* data = nullptr;
   size_t bytes = 0;  ///< The same on all ranks whose calls are the same.
-  const Joining& joining;
+  Joining joining = {};
 };
 
 /// One rank's end of a group on several hosts: the shared memory of its host, and, on a leader, the
@@ -88,15 +88,15 @@ class Hierarchy {
   /// Without small data `conclude` must follow. What lies between may use the host's memory. When
   /// it returns false, nothing may: this host's calls differ already.
   bool begin() {
-    give_hash(nullptr);
+    give_hash({});
     return alike_;
   }
   /// Throws MismatchError when the calls differ anywhere.
-  void conclude() { tell_comparison(nullptr); }
+  void conclude() { tell_comparison({}); }
   /// Both, with small data.
   void exchange(const SmallData& data) {
-    give_hash(&data);
-    tell_comparison(&data);
+    give_hash(data);
+    tell_comparison(data);
   }
 
   /// For what a hash cannot say, after the comparison: all ranks must come to it.
@@ -134,9 +134,9 @@ class Hierarchy {
  private:
   struct Frame;
   void step(const std::function<void(std::byte*)>& give);
-  void give_hash(const SmallData* data);
-  void await_frames(const SmallData* data);
-  void tell_comparison(const SmallData* data);
+  void give_hash(const SmallData& data);
+  void await_frames(const SmallData& data);
+  void tell_comparison(const SmallData& data);
   [[noreturn]] void fail(const HostFailure& failure);
   Failure cause_of(const HostFailure& failure);
   /// The leader of a host, to which this has happened, for the ranks of its host.

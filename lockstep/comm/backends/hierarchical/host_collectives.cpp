@@ -47,9 +47,8 @@ std::array<Stage, 2> two_stages(Hierarchy& hierarchy, size_t sent, size_t receiv
 }
 
 /// Of bytes that one rank has, while the others have zeros.
-const Joining& of_one_rank() {
-  static const Joining joining{shm::reduce_kernel(shm::DataType::u8, shm::Reduction::bor)};
-  return joining;
+Joining of_one_rank() {
+  return {shm::reduce_kernel(shm::DataType::u8, shm::Reduction::bor)};
 }
 
 // Begins a call of large data; nothing is done where this host's calls differ.
@@ -347,7 +346,7 @@ void large_reduce_scatter(Hierarchy& hierarchy, const std::vector<const std::byt
 }  // namespace
 
 void barrier(Hierarchy& hierarchy) {
-  hierarchy.exchange({.joining = of_one_rank()});
+  hierarchy.exchange({});
 }
 
 void all_reduce(Hierarchy& hierarchy, std::byte* data, size_t bytes, const Joining& joining) {
