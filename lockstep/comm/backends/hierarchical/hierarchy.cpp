@@ -197,7 +197,7 @@ void Hierarchy::run_local(shm::Plan plan) {
   }
 }
 
-void Hierarchy::give_hash(const SmallData& data) {
+bool Hierarchy::begin(const SmallData& data) {
   const uint64_t hash = call_->hash();
   group_.begin(*call_);
   call_number_ = static_cast<int64_t>(
@@ -215,7 +215,7 @@ void Hierarchy::give_hash(const SmallData& data) {
     alike_ = alike_ && theirs == hash;
     ranks.push_back(slot + sizeof(theirs));
   }
-  if (!leaders_) return;
+  if (!leaders_) return alike_;
   Frame& mine = frames_[static_cast<size_t>(layout_.host)];
   mine.hash = hash;
   mine.alike = alike_;
@@ -227,6 +227,7 @@ void Hierarchy::give_hash(const SmallData& data) {
     receive(host, theirs, sizeof(Frame), frames_under_way_);
     send(host, bytes, sizeof(Frame), frames_under_way_);
   }
+  return alike_;
 }
 
 void Hierarchy::await_frames(const SmallData& data) {
@@ -243,7 +244,7 @@ void Hierarchy::await_frames(const SmallData& data) {
   data.joining.finish(result, data.bytes);
 }
 
-void Hierarchy::tell_comparison(const SmallData& data) {
+void Hierarchy::conclude(const SmallData& data) {
   if (leaders_) await_frames(data);
   step([&](std::byte* slot) {
     const uint64_t alike = alike_;

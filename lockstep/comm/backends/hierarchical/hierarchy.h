@@ -85,18 +85,14 @@ class Hierarchy {
            const std::function<void()>& body);
 
   /// First of all, once: compares the calls of this host's ranks and begins to compare the hosts'.
-  /// Without small data `conclude` must follow. What lies between may use the host's memory. When
-  /// it returns false, nothing may: this host's calls differ already.
-  bool begin() {
-    give_hash({});
-    return alike_;
-  }
+  /// `conclude` must follow, with the same data. Where that is none, what lies between may use the
+  /// host's memory. When it returns false, nothing may: this host's calls differ already.
+  bool begin(const SmallData& data = {});
   /// Throws MismatchError when the calls differ anywhere.
-  void conclude() { tell_comparison({}); }
-  /// Both, with small data.
+  void conclude(const SmallData& data = {});
   void exchange(const SmallData& data) {
-    give_hash(data);
-    tell_comparison(data);
+    begin(data);
+    conclude(data);
   }
 
   /// For what a hash cannot say, after the comparison: all ranks must come to it.
@@ -134,9 +130,7 @@ class Hierarchy {
  private:
   struct Frame;
   void step(const std::function<void(std::byte*)>& give);
-  void give_hash(const SmallData& data);
   void await_frames(const SmallData& data);
-  void tell_comparison(const SmallData& data);
   [[noreturn]] void fail(const HostFailure& failure);
   Failure cause_of(const HostFailure& failure);
   /// The leader of a host, to which this has happened, for the ranks of its host.
