@@ -44,16 +44,16 @@ class LayerNorm : public nn::Module {
 class Attention : public nn::Module {
  public:
   explicit Attention(const GptOptions& options)
-      : c_attn(register_module("c_attn",
-                               make_linear(options.channels, 3 * options.channels, options.bias))),
-        c_proj(register_module("c_proj",
-                               make_linear(options.channels, options.channels, options.bias))),
+      : c_attn_(register_module("c_attn",
+                                make_linear(options.channels, 3 * options.channels, options.bias))),
+        c_proj_(register_module("c_proj",
+                                make_linear(options.channels, options.channels, options.bias))),
         heads_(options.heads),
         dropout_(options.dropout) {}
 
   at::Tensor forward(const at::Tensor& x) {
     const int64_t batch = x.size(0), tokens = x.size(1), channels = x.size(2);
-    const auto parts = c_attn->forward(x).split(channels, /*dim=*/2);
+    const auto parts = c_attn_->forward(x).split(channels, /*dim=*/2);
     const auto by_head = [&](const at::Tensor& part) {
       return part.view({batch, tokens, heads_, channels / heads_}).transpose(1, 2);
     };
@@ -61,13 +61,12 @@ class Attention : public nn::Module {
         by_head(parts[0]), by_head(parts[1]), by_head(parts[2]), /*attn_mask=*/{},
         is_training() ? dropout_ : 0.0, /*is_causal=*/true);
     const at::Tensor joined = y.transpose(1, 2).contiguous().view({batch, tokens, channels});
-    return at::dropout(c_proj->forward(joined), dropout_, is_training());
+    return at::dropout(c_proj_->forward(joined), dropout_, is_training());
   }
 
-  nn::Linear c_attn;
-  nn::Linear c_proj;
-
  private:
+  nn::Linear c_attn_;
+  nn::Linear c_proj_;
   int64_t heads_;
   double dropout_;
 };
@@ -75,20 +74,19 @@ class Attention : public nn::Module {
 class FeedForward : public nn::Module {
  public:
   explicit FeedForward(const GptOptions& options)
-      : c_fc(register_module("c_fc",
-                             make_linear(options.channels, 4 * options.channels, options.bias))),
-        c_proj(register_module("c_proj",
-                               make_linear(4 * options.channels, options.channels, options.bias))),
+      : c_fc_(register_module("c_fc",
+                              make_linear(options.channels, 4 * options.channels, options.bias))),
+        c_proj_(register_module("c_proj",
+                                make_linear(4 * options.channels, options.channels, options.bias))),
         dropout_(options.dropout) {}
 
   at::Tensor forward(const at::Tensor& x) {
-    return at::dropout(c_proj->forward(at::gelu(c_fc->forward(x))), dropout_, is_training());
+    return at::dropout(c_proj_->forward(at::gelu(c_fc_->forward(x))), dropout_, is_training());
   }
 
-  nn::Linear c_fc;
-  nn::Linear c_proj;
-
  private:
+  nn::Linear c_fc_;
+  nn::Linear c_proj_;
   double dropout_;
 };
 
@@ -99,13 +97,6 @@ class Block : public nn::Module {
         attn_(register_module("attn", std::make_shared<Attention>(options))),
         ln_2_(register_module("ln_2", std::make_shared<LayerNorm>(options.channels, options.bias))),
         mlp_(register_module("mlp", std::make_shared<FeedForward>(options))) {}
-
-  /// In the module's order.
-  std::vector<nn::Linear> linear_layers() const {
-    return {attn_->c_attn, attn_->c_proj, mlp_->c_fc, mlp_->c_proj};
-  }
-  /// Those whose output is added to what came in.
-  std::vector<nn::Linear> residual_layers() const { return {attn_->c_proj, mlp_->c_proj}; }
 
   at::Tensor forward(const at::Tensor& input) {
     const at::Tensor x = input + attn_->forward(ln_1_->forward(input));
@@ -207,21 +198,18 @@ class Gpt : public Model {
   /// nanoGPT's: all modules in their order, then the weights before residual sums once more.
   void draw_initial_values() {
     const at::NoGradGuard no_grad;
-    embedding_->wte->weight.normal_(0, kInitialDeviation);
-    embedding_->wpe->weight.normal_(0, kInitialDeviation);
-    for (const auto& block : blocks_) {
-      for (nn::Linear& layer : block->linear_layers()) draw(layer);
+    for (const auto& module : modules(/*include_self=*/false)) {
+      if (auto* embedding = module->as<nn::Embedding>())
+        embedding->weight.normal_(0, kInitialDeviation);
+      auto* linear = module->as<nn::Linear>();
+      if (!linear) continue;
+      linear->weight.normal_(0, kInitialDeviation);
+      if (linear->bias.defined()) linear->bias.zero_();
     }
-    draw(head_->lm_head);
     const double residual = kInitialDeviation / std::sqrt(2 * static_cast<double>(options_.layers));
-    for (const auto& block : blocks_) {
-      for (nn::Linear& layer : block->residual_layers()) layer->weight.normal_(0, residual);
+    for (auto& item : named_parameters()) {
+      if (item.key().ends_with("c_proj.weight")) item.value().normal_(0, residual);
     }
-  }
-
-  static void draw(nn::Linear& layer) {
-    layer->weight.normal_(0, kInitialDeviation);
-    if (layer->bias.defined()) layer->bias.zero_();
   }
 
   GptOptions options_;
