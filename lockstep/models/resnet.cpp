@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/init.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 
@@ -21,23 +22,11 @@ nn::Conv2d make_conv(int64_t in, int64_t out, int64_t size, int64_t stride) {
   return nn::Conv2d(nn::Conv2dOptions(in, out, size).stride(stride).padding(size / 2).bias(false));
 }
 
-/// Where a block halves the image, its input is brought to the same size by a convolution of 1x1.
-class Downsample : public nn::Module {
- public:
-  Downsample(int64_t in, int64_t out, int64_t stride)
-      : conv_(register_module("0", make_conv(in, out, 1, stride))),
-        norm_(register_module("1", nn::BatchNorm2d(out))) {}
-  at::Tensor forward(const at::Tensor& x) { return norm_->forward(conv_->forward(x)); }
-
- private:
-  nn::Conv2d conv_;
-  nn::BatchNorm2d norm_;
-};
-
 class BasicBlock : public nn::Module {
  public:
-  /// torchvision draws the values of `downsample` before those of the block.
-  BasicBlock(int64_t in, int64_t out, int64_t stride, std::shared_ptr<Downsample> downsample)
+  /// `downsample`: where a block halves the image, it brings the input to the same size. torchvision
+  /// draws its values before those of the block.
+  BasicBlock(int64_t in, int64_t out, int64_t stride, nn::Sequential downsample)
       : conv1_(register_module("conv1", make_conv(in, out, 3, stride))),
         bn1_(register_module("bn1", nn::BatchNorm2d(out))),
         conv2_(register_module("conv2", make_conv(out, out, 3, 1))),
@@ -58,7 +47,7 @@ class BasicBlock : public nn::Module {
   nn::BatchNorm2d bn1_;
   nn::Conv2d conv2_;
   nn::BatchNorm2d bn2_;
-  std::shared_ptr<Downsample> downsample_;
+  nn::Sequential downsample_;
 };
 
 /// From the image to a quarter of its height and width.
@@ -126,7 +115,8 @@ class ResNet18 : public Model {
     for (size_t i = 0; i < kBlocks; ++i) {
       const bool first = i == 0;
       const bool changes = first && (stride != 1 || in != out);
-      auto downsample = changes ? std::make_shared<Downsample>(in, out, stride) : nullptr;
+      nn::Sequential downsample(nullptr);
+      if (changes) downsample = nn::Sequential(make_conv(in, out, 1, stride), nn::BatchNorm2d(out));
       blocks_.push_back(stage->register_module(
           std::to_string(i),
           std::make_shared<BasicBlock>(first ? in : out, out, first ? stride : 1, downsample)));
