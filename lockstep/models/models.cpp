@@ -7,6 +7,7 @@
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 
+#include <algorithm>
 #include <map>
 #include <optional>
 
@@ -27,14 +28,54 @@ namespace nn = torch::nn;
 class ModelSpec {
  public:
   /// Throws UsageError for what is not of this form, and for a key that comes twice.
-  explicit ModelSpec(const std::string& text);
+  explicit ModelSpec(const std::string& text) : text_(text) {
+    const size_t colon = text.find(':');
+    name_ = text.substr(0, colon);
+    if (colon == std::string::npos) return;
+    for (const std::string& part : split(text.substr(colon + 1), ',')) {
+      const size_t equals = part.find('=');
+      if (equals == std::string::npos || equals == 0 || equals + 1 == part.size()) {
+        throw UsageError("model '" + text + "': '" + part + "' is no KEY=VALUE",
+                         "for example gpt:layers=2,heads=2,channels=64");
+      }
+      if (!values_.emplace(part.substr(0, equals), part.substr(equals + 1)).second) {
+        throw UsageError("model '" + text + "': '" + part.substr(0, equals) + "' comes twice");
+      }
+    }
+  }
 
   const std::string& name() const { return name_; }
+
   /// A whole number of at least 1; none where the key is absent.
-  std::optional<int64_t> size(const std::string& key) const;
-  std::optional<double> number(const std::string& key) const;
+  std::optional<int64_t> size(const std::string& key) const {
+    const auto found = values_.find(key);
+    if (found == values_.end()) return std::nullopt;
+    const auto value = parse_int(found->second);
+    if (value && *value >= 1) return value;
+    throw UsageError("model '" + text_ + "': " + key + " is '" + found->second +
+                     "'; expected a whole number of at least 1");
+  }
+
+  std::optional<double> number(const std::string& key) const {
+    const auto found = values_.find(key);
+    if (found == values_.end()) return std::nullopt;
+    const auto value = parse_double(found->second);
+    if (value) return value;
+    throw UsageError("model '" + text_ + "': " + key + " is '" + found->second +
+                     "'; expected a number");
+  }
+
   /// Throws UsageError for a key that is not one of these, with those that may be meant.
-  void expect_keys(const std::vector<std::string>& known) const;
+  void expect_keys(const std::vector<std::string>& known) const {
+    for (const auto& [key, value] : values_) {
+      if (std::ranges::find(known, key) != known.end()) continue;
+      if (known.empty()) {
+        throw UsageError("model '" + text_ + "': " + name_ + " has no sizes to choose",
+                         "write --model " + name_);
+      }
+      throw UsageError("model '" + text_ + "': " + unknown_word("size", key, known));
+    }
+  }
 
  private:
   std::string text_;
@@ -42,63 +83,12 @@ class ModelSpec {
   std::map<std::string, std::string> values_;
 };
 
-ModelSpec::ModelSpec(const std::string& text) : text_(text) {
-  const size_t colon = text.find(':');
-  name_ = text.substr(0, colon);
-  if (colon == std::string::npos) return;
-  for (const std::string& part : split(text.substr(colon + 1), ',')) {
-    const size_t equals = part.find('=');
-    if (equals == std::string::npos || equals == 0 || equals + 1 == part.size()) {
-      throw UsageError("model '" + text + "': '" + part + "' is no KEY=VALUE",
-                       "for example gpt:layers=2,heads=2,channels=64");
-    }
-    if (!values_.emplace(part.substr(0, equals), part.substr(equals + 1)).second) {
-      throw UsageError("model '" + text + "': '" + part.substr(0, equals) + "' comes twice");
-    }
-  }
-}
-
-std::optional<int64_t> ModelSpec::size(const std::string& key) const {
-  const auto found = values_.find(key);
-  if (found == values_.end()) return std::nullopt;
-  const auto value = parse_int(found->second);
-  if (value && *value >= 1) return value;
-  throw UsageError("model '" + text_ + "': " + key + " is '" + found->second +
-                   "'; expected a whole number of at least 1");
-}
-
-std::optional<double> ModelSpec::number(const std::string& key) const {
-  const auto found = values_.find(key);
-  if (found == values_.end()) return std::nullopt;
-  const auto value = parse_double(found->second);
-  if (value) return value;
-  throw UsageError("model '" + text_ + "': " + key + " is '" + found->second +
-                   "'; expected a number");
-}
-
-void ModelSpec::expect_keys(const std::vector<std::string>& known) const {
-  for (const auto& [key, value] : values_) {
-    bool is_known = false;
-    for (const std::string& word : known) is_known |= word == key;
-    if (is_known) continue;
-    if (known.empty()) {
-      throw UsageError("model '" + text_ + "': " + name_ + " has no sizes to choose",
-                       "write --model " + name_);
-    }
-    throw UsageError("model '" + text_ + "': " + unknown_word("size", key, known));
-  }
-}
-
-[[noreturn]] void refuse_input(const char* model, const at::Tensor& input, const char* expected) {
-  throw UsageError(std::string("model ") + model + ": the input has shape " +
-                   c10::str(input.sizes()) + ", expected " + expected);
-}
-
 at::Tensor as_rows(const char* model, const at::Tensor& input, int64_t features,
                    const char* expected) {
   if (input.dim() == 2 && input.size(1) == features) return input;
   if (input.dim() < 2 || input.numel() != input.size(0) * features) {
-    refuse_input(model, input, expected);
+    throw UsageError(std::string("model ") + model + ": the input has shape " +
+                     c10::str(input.sizes()) + ", expected " + expected);
   }
   return input.flatten(1);
 }
@@ -107,20 +97,9 @@ at::Tensor as_images(const char* model, const at::Tensor& input) {
   if (input.dim() == 4 && input.size(1) == 1 && input.size(2) == 28 && input.size(3) == 28) {
     return input;
   }
-  if (input.dim() < 2 || input.numel() != input.size(0) * 784) {
-    refuse_input(model, input, "[batch, 1, 28, 28] or [batch, 784]");
-  }
-  return input.reshape({input.size(0), 1, 28, 28});
+  const at::Tensor rows = as_rows(model, input, 784, "[batch, 1, 28, 28] or [batch, 784]");
+  return rows.reshape({input.size(0), 1, 28, 28});
 }
-
-/// Holds children under the names that Python's nn.Sequential gives them; the owner calls them.
-class Children : public nn::Module {
- public:
-  template <class Holder>
-  Holder add(int index, Holder child) {
-    return register_module(std::to_string(index), std::move(child));
-  }
-};
 
 at::Tensor through(const nn::Linear& layer, const at::Tensor& x) {
   return linear(x, layer->weight, layer->bias);
@@ -130,11 +109,10 @@ at::Tensor through(const nn::Linear& layer, const at::Tensor& x) {
 class Perceptron : public Model {
  public:
   Perceptron(const char* name, const std::vector<int64_t>& widths) : Model(name), label_(name) {
-    auto children = std::make_shared<Children>();
-    register_module("layers", children);
+    auto children = register_module("layers", std::make_shared<nn::Module>("layers"));
     for (size_t i = 0; i + 1 < widths.size(); ++i) {
-      layers_.push_back(
-          children->add(static_cast<int>(2 * i), nn::Linear(widths[i], widths[i + 1])));
+      layers_.push_back(children->register_module(std::to_string(2 * i),
+                                                  nn::Linear(widths[i], widths[i + 1])));
     }
   }
 
@@ -186,11 +164,11 @@ class LinearRegression : public Model {
 };
 
 /// Convolution, batch norm, ReLU and 2x2 pooling, as the nn.Sequential of seed 001.
-class ConvBlock : public Children {
+class ConvBlock : public nn::Module {
  public:
   explicit ConvBlock(const nn::Conv2dOptions& options)
-      : conv_(add(0, nn::Conv2d(options))),
-        norm_(add(1, nn::BatchNorm2d(options.out_channels()))) {}
+      : conv_(register_module("0", nn::Conv2d(options))),
+        norm_(register_module("1", nn::BatchNorm2d(options.out_channels()))) {}
 
   at::Tensor forward(const at::Tensor& x) { return norm_relu_pool(conv_->forward(x), *norm_); }
 
