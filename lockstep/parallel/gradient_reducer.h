@@ -43,12 +43,13 @@ class GradientReducer {
   virtual void end_backward() {}
   /// How many forwards the backward that has ended used up.
   virtual int64_t used_forwards() const { return 1; }
-  virtual void fill(DdpStatistics& statistics) const = 0;
-  /// From the next backward on gradients are divided by this, at first by the group's size.
-  virtual void set_divisor(int divisor) = 0;
-  /// In place of a backward that the other ranks run: adds zeros to the sums, and takes the results
-  /// as gradients. With `before_forward` before it.
-  virtual void reduce_zeros() = 0;
+  virtual void fill(DdpStatistics& statistics) const {}
+  /// In a Join only: from the next backward on gradients are divided by this, at first by the
+  /// group's size.
+  virtual void set_divisor(int divisor) {}
+  /// In a Join only, in place of a backward that the other ranks run: adds zeros to the sums, and
+  /// takes the results as gradients. With `before_forward` before it.
+  virtual void reduce_zeros() {}
 };
 
 /// The options' choice. A collective.

@@ -245,11 +245,4 @@ ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
   return layout;
 }
 
-ShardLayout single_layout(const std::vector<at::Tensor>& parameters,
-                          const std::vector<size_t>& trained, bool may_cut, int ranks) {
-  if (!may_cut) return whole_layout(parameters, trained, ranks);
-  return even_layout(parameters,
-                     buckets_of(parameters, trained, std::numeric_limits<int64_t>::max()), ranks);
-}
-
 }  // namespace lockstep::detail

@@ -41,10 +41,6 @@ ShardLayout even_layout(const std::vector<at::Tensor>& parameters,
 ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
                          const std::vector<size_t>& trained, int ranks);
 
-/// The one of these two, in one bucket for each dtype and device.
-ShardLayout single_layout(const std::vector<at::Tensor>& parameters,
-                          const std::vector<size_t>& trained, bool may_cut, int ranks);
-
 /// `trained` in lists of one dtype and device, each of at most `cap` bytes or of one parameter, in
 /// the order given.
 std::vector<std::vector<size_t>> buckets_of(const std::vector<at::Tensor>& parameters,

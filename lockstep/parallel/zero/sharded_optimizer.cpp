@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
+#include <limits>
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
@@ -21,13 +23,33 @@ bool may_cut(const std::vector<at::Tensor>& parameters, const OptimizerFactory& 
   return make(std::move(nothing))->is_elementwise();
 }
 
+/// Whole gradients of one bucket are there at a time, beside the shards. So it is a small part of
+/// the model, but large enough that calls cost little.
+int64_t small_cap(const std::vector<at::Tensor>& parameters) {
+  constexpr int64_t kLeast = 1 << 20, kMost = 25 << 20, kPart = 50;
+  return std::clamp(bytes_of(parameters) / kPart, kLeast, kMost);
+}
+
 ParameterShards make_shards(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
-                            const ProcessGroup& group, const ShardedOptimizer::Layouts& layouts,
-                            const std::string& what) {
+                            const ProcessGroup& group, const std::string& what,
+                            bool small_buckets) {
   if (!group) throw UsageError(what + ": the process group is null");
   if (!make) throw UsageError(what + ": there is no function that makes the optimizer");
-  const std::vector<size_t> trained = trained_of(parameters, what);
-  ShardLayout layout = layouts(parameters, trained, may_cut(parameters, make));
+  std::vector<size_t> trained = trained_of(parameters, what);
+  const bool cuts = may_cut(parameters, make);
+  int64_t cap = std::numeric_limits<int64_t>::max();
+  if (small_buckets) {
+    if (!cuts)
+      throw UsageError("strategy " + what +
+                           ": the optimizer looks at whole parameters, of which a rank has "
+                           "parts only",
+                       "use strategy zero1 or ddp, or an optimizer that is elementwise");
+    std::reverse(trained.begin(), trained.end());
+    cap = small_cap(parameters);
+  }
+  ShardLayout layout =
+      cuts ? even_layout(parameters, buckets_of(parameters, trained, cap), group.size())
+           : whole_layout(parameters, trained, group.size());
   return {std::move(parameters), std::move(layout), group};
 }
 
@@ -49,10 +71,10 @@ std::vector<size_t> trained_of(const std::vector<at::Tensor>& parameters, const 
 }
 
 ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
-                                   const ProcessGroup& group, const Layouts& layouts,
-                                   std::string what)
+                                   const ProcessGroup& group, std::string what,
+                                   bool small_buckets)
     : what_(std::move(what)),
-      shards_(make_shards(std::move(parameters), make, group, layouts, what_)),
+      shards_(make_shards(std::move(parameters), make, group, what_, small_buckets)),
       optimizer_(make(shards_.parts())) {
   refuse_closure(*optimizer_, what_,
                  "looks at all parameters as one vector, of which a rank updates a part only");

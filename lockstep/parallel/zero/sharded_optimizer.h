@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,13 +14,13 @@ namespace lockstep::detail {
 /// indices in its state are those of the parameters.
 class ShardedOptimizer {
  public:
-  /// How the parameters that are trained are laid out, given whether they may be cut.
-  using Layouts = std::function<ShardLayout(const std::vector<at::Tensor>& parameters,
-                                            const std::vector<size_t>& trained, bool may_cut)>;
   /// `make` is called twice: for tensors without elements, to see what kind of optimizer it makes,
-  /// and for the parts. Those may have no elements either.
+  /// and for the parts. Those may have no elements either. The parameters lie in one bucket for each
+  /// dtype and device, so that the parts of a rank lie side by side and few messages share them.
+  /// With `small_buckets` they lie in about the order in which gradients come, in buckets that all
+  /// ranks share: UsageError for an optimizer that is not elementwise.
   ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
-                   const ProcessGroup& group, const Layouts& layouts, std::string what);
+                   const ProcessGroup& group, std::string what, bool small_buckets = false);
 
   ShardedOptimizer(const ShardedOptimizer&) = delete;
   ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;

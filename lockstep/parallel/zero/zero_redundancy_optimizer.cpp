@@ -129,11 +129,8 @@ void ZeroRedundancyOptimizer::add_param_group(std::vector<at::Tensor> parameters
   all.insert(all.end(), parameters.begin(), parameters.end());
   detail::trained_of(all, kWhat);
   if (group.size() > 1) check_same_parameters(parameters, group);
-  const auto layout = [&](const auto&... arguments) {
-    return detail::single_layout(arguments..., group.size());
-  };
-  impl_->groups.push_back(std::make_unique<detail::ShardedOptimizer>(std::move(parameters), make,
-                                                                     group, layout, kWhat));
+  impl_->groups.push_back(
+      std::make_unique<detail::ShardedOptimizer>(std::move(parameters), make, group, kWhat));
   impl_->parameters = std::move(all);
 }
 

@@ -28,7 +28,6 @@ namespace lockstep {
 namespace {
 
 using detail::bytes_of;
-using detail::ShardLayout;
 
 /// What DDP's hooks know to reduce in.
 CommHook hook_of(std::optional<at::ScalarType> dtype, const std::vector<at::Tensor>& parameters) {
@@ -38,28 +37,6 @@ CommHook hook_of(std::optional<at::ScalarType> dtype, const std::vector<at::Tens
   if (*dtype == at::kBFloat16) return CommHook::bf16_compress;
   throw UsageError(std::string("zero1: StrategyOptions::reduce_dtype is ") + c10::toString(*dtype),
                    "use float16, bfloat16 or none");
-}
-
-/// Whole gradients of one bucket are there at a time, beside the shards. So it is a small part of
-/// the model, but large enough that calls cost little.
-int64_t bucket_cap(const std::vector<at::Tensor>& parameters) {
-  constexpr int64_t kLeast = 1 << 20, kMost = 25 << 20, kPart = 50;
-  return std::clamp(bytes_of(parameters) / kPart, kLeast, kMost);
-}
-
-/// Stage 1: one bucket a dtype, so that the parts of a rank lie side by side and few messages share
-/// them. Stage 2: buckets in about the order in which gradients come, each shared by all ranks.
-ShardLayout layout_of(const std::vector<at::Tensor>& parameters, std::vector<size_t> trained,
-                      bool may_cut, int stage, int ranks) {
-  if (stage == 1) return detail::single_layout(parameters, trained, may_cut, ranks);
-  if (!may_cut)
-    throw UsageError(
-        "strategy zero2: the optimizer looks at whole parameters, of which a rank has "
-        "parts only",
-        "use strategy zero1 or ddp, or an optimizer that is elementwise");
-  std::reverse(trained.begin(), trained.end());
-  return detail::even_layout(
-      parameters, detail::buckets_of(parameters, trained, bucket_cap(parameters)), ranks);
 }
 
 /// What is packed and sent at a time, of all ranks together. It stays in the cache between the two,
@@ -79,8 +56,7 @@ class ShardReducer : public detail::GradientReducer {
                std::optional<at::ScalarType> dtype)
       : optimizer_(optimizer),
         what_(std::move(what)),
-        dtype_(dtype),
-        divisor_(optimizer.shards().group().size()) {
+        dtype_(dtype) {
     const detail::ParameterShards& shards = optimizer_.shards();
     bucket_of_.resize(shards.parameters().size());
     names_.resize(bucket_of_.size());
@@ -124,22 +100,6 @@ class ShardReducer : public detail::GradientReducer {
     if (--pending_[bucket] > 0) return;
     if (!ordered_) arrived_.push_back(bucket);
     reduce_what_is_ready();
-  }
-  void fill(DdpStatistics& statistics) const override {
-    statistics.buckets_rebuilt = ordered_;
-    for (const detail::ShardBucket& bucket : optimizer_.shards().layout()) {
-      const auto& like = optimizer_.shards().parameters()[bucket.parameters.front()];
-      statistics.bucket_bytes.push_back(bucket.bounds.back() * like.element_size());
-    }
-  }
-  void set_divisor(int divisor) override { divisor_ = divisor; }
-  void reduce_zeros() override {
-    begin();
-    std::fill(pending_.begin(), pending_.end(), 0);
-    for (const at::Tensor& parameter : optimizer_.shards().parameters())
-      parameter.mutable_grad().reset();
-    reduce_what_is_ready();
-    if (!ordered_) arrived_ = order_;
   }
 
   /// This rank's means, as vectors: what `step` uses. They may have zeros between parameters.
@@ -230,6 +190,7 @@ class ShardReducer : public detail::GradientReducer {
   void pack(const detail::ShardBucket& bucket, const std::vector<at::Tensor>& gradients,
             int64_t begin, int64_t end, const at::Tensor& target) const {
     const auto& offsets = bucket.offsets;
+    const double share = 1.0 / optimizer_.shards().group().size();
     const auto after = std::upper_bound(offsets.begin(), offsets.end(), begin);
     int64_t at = begin;
     for (auto k = static_cast<size_t>(after - offsets.begin()) - 1;
@@ -241,7 +202,7 @@ class ShardReducer : public detail::GradientReducer {
       if (from >= to) continue;
       if (at < from) target.narrow(0, at - begin, from - at).zero_();
       detail::scaled_copy(target.narrow(0, from - begin, to - from),
-                          gradient.narrow(0, from - offsets[k], to - from), 1.0 / divisor_);
+                          gradient.narrow(0, from - offsets[k], to - from), share);
       at = to;
     }
     if (at < end) target.narrow(0, at - begin, end - at).zero_();
@@ -290,7 +251,6 @@ class ShardReducer : public detail::GradientReducer {
   std::vector<size_t> indices_;     ///< Of the parameters that need a gradient.
   const std::string what_;
   const std::optional<at::ScalarType> dtype_;
-  int divisor_;
   std::vector<size_t> bucket_of_;
   std::vector<size_t> pending_;    ///< Gradients that are still to come, by bucket.
   std::vector<size_t> order_;      ///< In which buckets are reduced.
@@ -309,13 +269,8 @@ class ZeroStrategy : public detail::WholeModelStrategy {
  public:
   ZeroStrategy(const StrategySetup& setup, int stage)
       : WholeModelStrategy("zero" + std::to_string(stage), setup),
-        optimizer_(
-            parameters(), setup.make_optimizer, group(),
-            [stage, ranks = group().size()](const auto& parameters, const auto& trained,
-                                            bool may_cut) {
-              return layout_of(parameters, trained, may_cut, stage, ranks);
-            },
-            name()) {
+        optimizer_(parameters(), setup.make_optimizer, group(), name(),
+                   /*small_buckets=*/stage == 2) {
     if (stage == 1) {
       DdpOptions options;
       options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
