@@ -261,44 +261,27 @@ int64_t ShardedGradients::bytes() const {
   return bytes;
 }
 
-WithheldGradients::WithheldGradients(std::vector<at::Tensor> shards, std::string place)
-    : place_(std::move(place)) {
-  for (at::Tensor& shard : shards) all_.push_back({std::move(shard), {}, {}});
-}
-
 void WithheldGradients::withhold() {
-  if (std::exchange(withheld_, true)) return;
+  if (!before_.empty()) return;
   const Unwatched unwatched;
-  if (memories_.empty()) {
-    MemoryWatcher& watcher = *this;
-    memories_.reserve(all_.size());
-    for (Withheld& one : all_) {
-      memories_.emplace_back(watcher, memories_.size(), 1, one.shard.scalar_type(),
-                             one.shard.device());
-      // Not dense, so that nobody takes its memory without an operation.
-      one.stand_in = memories_.back().tensor().expand(one.shard.sizes());
-    }
-  }
-  for (Withheld& one : all_) {
-    one.before = std::exchange(one.shard.mutable_grad(), one.stand_in);
+  for (const at::Tensor& shard : shards_) {
+    // Not dense, so that nobody takes its memory without an operation.
+    stand_ins_.push_back(memory_.tensor().expand(shard.sizes()));
+    before_.push_back(std::exchange(shard.mutable_grad(), stand_ins_.back()));
   }
 }
 
 void WithheldGradients::release() {
-  if (!std::exchange(withheld_, false)) return;
-  for (Withheld& one : all_) {
-    at::Tensor before = std::exchange(one.before, {});
-    if (one.shard.grad().is_same(one.stand_in)) one.shard.mutable_grad() = std::move(before);
+  for (size_t i = 0; i < before_.size(); ++i) {
+    if (shards_[i].grad().is_same(stand_ins_[i])) shards_[i].mutable_grad() = before_[i];
   }
+  stand_ins_.clear();
+  before_.clear();
 }
 
 void WithheldGradients::before_use(const std::vector<size_t>&) {
   throw UsageError(place_ + ": a gradient of a shard was used while gradients only add up",
                    "run the last forward and backward of a step outside of no_sync, then step");
-}
-
-void WithheldGradients::before_write(size_t, const std::string&) {
-  before_use({});
 }
 
 }  // namespace lockstep::detail

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
@@ -18,8 +19,9 @@ namespace lockstep::detail {
 /// values. What uses one throws UsageError.
 class WithheldGradients final : private MemoryWatcher {
  public:
-  /// `place` begins the error.
-  WithheldGradients(std::vector<at::Tensor> shards, std::string place);
+  /// `place` begins the error. The shards must outlive this.
+  WithheldGradients(const std::vector<at::Tensor>& shards, std::string place)
+      : shards_(shards), place_(std::move(place)) {}
 
   void withhold();
   /// Gives the shards the gradients that they had. One whose gradient was dropped or replaced
@@ -27,19 +29,13 @@ class WithheldGradients final : private MemoryWatcher {
   void release();
 
  private:
-  struct Withheld {
-    at::Tensor shard;
-    at::Tensor before;  ///< The gradient that it had.
-    at::Tensor stand_in;
-  };
   void before_use(const std::vector<size_t>& memories) override;
-  void after_use() noexcept override {}
-  void before_write(size_t memory, const std::string& operation) override;
 
-  std::string place_;
-  std::vector<Withheld> all_;
-  std::vector<WatchedMemory> memories_;
-  bool withheld_ = false;
+  const std::vector<at::Tensor>& shards_;
+  const std::string place_;
+  WatchedMemory memory_{*this, 0, 1, at::kFloat, c10::kCPU};
+  /// What the shards have for a gradient, and had before. Empty while nothing is withheld.
+  std::vector<at::Tensor> stand_ins_, before_;
 };
 
 /// Averages the gradients of a module's units over ranks while backward runs, into shards.

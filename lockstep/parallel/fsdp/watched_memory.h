@@ -17,9 +17,9 @@ class MemoryWatcher {
   /// returns, all of them have their values. What it throws leaves the operation.
   virtual void before_use(const std::vector<size_t>& memories) = 0;
   /// After it, also where it threw.
-  virtual void after_use() noexcept = 0;
+  virtual void after_use() noexcept {}
   /// Before an operation that would write to the memory. Throws where that would be lost.
-  virtual void before_write(size_t memory, const std::string& operation) = 0;
+  virtual void before_write(size_t memory, const std::string& operation) {}
 };
 
 /// Memory of tensors that an operation can find empty, and that is then filled before it runs.
