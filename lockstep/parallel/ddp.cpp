@@ -74,7 +74,6 @@ class Ddp final : public DdpCore, GradientTracker {
     check_values(state, what_);
     state_ = std::move(state);
     options_ = options;
-    for (const ReducedParameter& parameter : state_.reduced) elements_ += parameter.tensor.numel();
     if (group_.size() > 1 || changes_bits(options_)) prepare(make_reducer);
   }
 
@@ -120,7 +119,8 @@ class Ddp final : public DdpCore, GradientTracker {
   DdpStatistics statistics() const override {
     DdpStatistics statistics;
     statistics.iterations = iterations_;
-    statistics.parameters = elements_;
+    for (const ReducedParameter& parameter : state_.reduced)
+      statistics.parameters += parameter.tensor.numel();
     if (reducer_) reducer_->fill(statistics);
     return statistics;
   }
@@ -228,13 +228,8 @@ class Ddp final : public DdpCore, GradientTracker {
     const NamedTensor* const changed = find_changed();
     if (!changed && !loses_hooks) return;
     if (fixed_ || has_own_hook_) refuse(changed ? *changed : state_.reduced.front());
-    state_.reduced.clear();
-    elements_ = 0;
-    for (const NamedTensor& item : state_.parameters) {
-      if (!item.tensor.requires_grad()) continue;
-      state_.reduced.push_back(item);
-      elements_ += item.tensor.numel();
-    }
+    state_.reduced = state_.parameters;
+    std::erase_if(state_.reduced, is_frozen);
     // A rank that sees no change makes another call, which the comparison of calls finds.
     check_same_state(state_, group_, what_);
     reducer_.reset();
@@ -380,7 +375,6 @@ class Ddp final : public DdpCore, GradientTracker {
   const torch::nn::Module* const module_;  ///< Whose forwards tell of themselves, or null.
   const size_t all_parameters_;            ///< Of the module, when it was wrapped.
   std::vector<at::Tensor> buffers_;        ///< Those that are broadcast before a forward.
-  int64_t elements_ = 0;                   ///< That get a gradient.
   int64_t iterations_ = 0;
   int64_t steps_ = 0;   ///< That average gradients.
   bool fixed_ = false;  ///< The reducer is the caller's own.

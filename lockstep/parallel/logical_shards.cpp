@@ -162,11 +162,7 @@ class LogicalShards::Impl {
                           "the same bits at any size need the same LibTorch, instruction set and "
                           "number of threads on all ranks");
     }
-    detail::check_same_state(state_, group_, kWhat);
-    std::vector<at::Tensor> tensors;
-    for (const auto& item : state_.parameters) tensors.push_back(item.tensor.detach());
-    for (const auto& item : state_.buffers) tensors.push_back(item.tensor);
-    detail::broadcast_tensors(tensors, group_);
+    detail::start_alike(state_, group_, kWhat);
   }
 
   /// Whether each rank has one node of the tree, all of one size, and the group's own sum over

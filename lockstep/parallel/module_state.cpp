@@ -144,6 +144,17 @@ void check_same_state(const ModuleState& state, const ProcessGroup& group,
   }
 }
 
+void start_alike(const ModuleState& state, const ProcessGroup& group, const std::string& what) {
+  check_same_state(state, group, what);
+  std::vector<at::Tensor> tensors;
+  for (const auto* items : {&state.parameters, &state.buffers}) {
+    for (const NamedTensor& item : *items) {
+      if (!item.tensor.is_meta()) tensors.push_back(item.tensor.detach());
+    }
+  }
+  broadcast_tensors(tensors, group);
+}
+
 void expect_kind(const std::string& place, const std::string& name, const at::Tensor& now,
                  at::ScalarType dtype, at::IntArrayRef sizes) {
   if (now.scalar_type() == dtype && now.sizes() == sizes) return;

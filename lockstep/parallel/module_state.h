@@ -38,6 +38,9 @@ ModuleState whole_module_state(torch::nn::Module& module);
 /// shape, dtype, strides or need of a gradient. The error names the first. A collective.
 void check_same_state(const ModuleState& state, const ProcessGroup& group, const std::string& what);
 
+/// The same, and all ranks get rank 0's values, except of tensors on device meta, which have none.
+void start_alike(const ModuleState& state, const ProcessGroup& group, const std::string& what);
+
 /// Throws UsageError for a parameter that has another dtype or shape now than when it was wrapped.
 /// `place` names the caller and its rank.
 void expect_kind(const std::string& place, const std::string& name, const at::Tensor& now,

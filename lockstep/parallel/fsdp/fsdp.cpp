@@ -19,14 +19,6 @@ namespace {
 
 constexpr const char* kName = "FullyShardedDataParallel";
 
-std::vector<at::Tensor> tensors_of(const std::vector<NamedTensor>& items) {
-  std::vector<at::Tensor> tensors;
-  for (const NamedTensor& item : items) {
-    if (!is_deferred(item.tensor)) tensors.push_back(item.tensor.detach());
-  }
-  return tensors;
-}
-
 bool has_deferred(const ModuleState& state) {
   const auto deferred = [](const NamedTensor& item) { return is_deferred(item.tensor); };
   return std::any_of(state.parameters.begin(), state.parameters.end(), deferred) ||
@@ -75,11 +67,7 @@ class Fsdp final : public FsdpCore {
       throw UsageError(std::string(kName) + ": the module has no parameters",
                        "use the module as it is: there is nothing to shard");
     const bool syncs = group.size() > 1 && options.init_sync;
-    if (syncs) {
-      check_same_state(state, group, kName);
-      broadcast_tensors(tensors_of(state.parameters), group);
-      broadcast_tensors(tensors_of(state.buffers), group);
-    }
+    if (syncs) start_alike(state, group, kName);
     parameters_ = std::make_unique<ShardedParameters>(
         lay_out(plan_units(*module_, options.units, options.min_unit_elements), *module_,
                 group.size()),

@@ -390,15 +390,9 @@ class PipelineStrategy final : public detail::SpreadStrategy {
 
   /// The first layers of the stages, once all ranks have rank 0's model.
   const std::vector<size_t>& agreed_stages() {
-    if (setup_.group.size() > 1) {
-      const detail::ModuleState state =
-          detail::find_module_state(*setup_.module, {}, "strategy pipeline");
-      detail::check_same_state(state, setup_.group, "strategy pipeline");
-      std::vector<at::Tensor> tensors;
-      for (const auto& item : state.parameters) tensors.push_back(item.tensor);
-      for (const auto& item : state.buffers) tensors.push_back(item.tensor);
-      detail::broadcast_tensors(tensors, setup_.group);
-    }
+    if (setup_.group.size() > 1)
+      detail::start_alike(detail::find_module_state(*setup_.module, {}, "strategy pipeline"),
+                          setup_.group, "strategy pipeline");
     return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 
