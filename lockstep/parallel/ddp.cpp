@@ -18,9 +18,13 @@
 namespace lockstep::detail {
 namespace {
 
+/// One of the user's, which a Join cannot run for other ranks.
+bool has_own_hook(const DdpOptions& options) {
+  return options.custom_hook || options.async_custom_hook;
+}
+
 bool changes_bits(const DdpOptions& options) {
-  return options.custom_hook || options.async_custom_hook ||
-         options.comm_hook == CommHook::fp16_compress ||
+  return has_own_hook(options) || options.comm_hook == CommHook::fp16_compress ||
          options.comm_hook == CommHook::bf16_compress;
 }
 
@@ -60,20 +64,22 @@ struct Kind {
 class Ddp final : public DdpCore, GradientTracker {
  public:
   /// `module` lives on. Without one no forward tells of itself.
-  Ddp(ProcessGroup group, std::string what, const torch::nn::Module* module)
+  Ddp(ProcessGroup group, std::string what, const torch::nn::Module* module, ModuleState state,
+      const DdpOptions& options, const ReducerFactory& make_reducer)
       : DdpCore(std::move(group)),
         what_(std::move(what)),
         module_(module),
-        all_parameters_(module ? module->parameters().size() : 0) {
-    if (group_) return;
-    throw UsageError(what_ + ": the process group is null",
-                     "ranks that are not in a group must not wrap a module with it");
-  }
-
-  void start(ModuleState state, const DdpOptions& options, const ReducerFactory& make_reducer) {
-    check_values(state, what_);
-    state_ = std::move(state);
-    options_ = options;
+        all_parameters_(module ? module->parameters().size() : 0),
+        fixed_(make_reducer != nullptr),
+        options_(options),
+        state_(std::move(state)) {
+    if (!group_)
+      throw UsageError(what_ + ": the process group is null",
+                       "ranks that are not in a group must not wrap a module with it");
+    if (state_.reduced.empty())
+      throw UsageError(what_ + ": no parameter needs a gradient",
+                       "give it the parameters that are trained");
+    check_values(state_, what_);
     if (group_.size() > 1 || changes_bits(options_)) prepare(make_reducer);
   }
 
@@ -126,7 +132,7 @@ class Ddp final : public DdpCore, GradientTracker {
   }
 
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override {
-    if (has_own_hook_)
+    if (has_own_hook(options_))
       throw UsageError("Join: a DistributedDataParallel with a hook of the user's own",
                        "join one without a hook, or with a CommHook");
     divides_by_size_ = options.divide_by_initial_world_size;
@@ -171,8 +177,6 @@ class Ddp final : public DdpCore, GradientTracker {
       tensors.insert(tensors.end(), buffers_.begin(), buffers_.end());
       broadcast_tensors(tensors, group_);
     }
-    has_own_hook_ = options_.custom_hook || options_.async_custom_hook;
-    fixed_ = make_reducer != nullptr;
     set_up_reducer(make_reducer);
     if (!module_) watch_all();
   }
@@ -227,7 +231,7 @@ class Ddp final : public DdpCore, GradientTracker {
     const bool loses_hooks = refresh() && reducer_->has_hooks();
     const NamedTensor* const changed = find_changed();
     if (!changed && !loses_hooks) return;
-    if (fixed_ || has_own_hook_) refuse(changed ? *changed : state_.reduced.front());
+    if (fixed_ || has_own_hook(options_)) refuse(changed ? *changed : state_.reduced.front());
     state_.reduced = state_.parameters;
     std::erase_if(state_.reduced, is_frozen);
     // A rank that sees no change makes another call, which the comparison of calls finds.
@@ -377,14 +381,13 @@ class Ddp final : public DdpCore, GradientTracker {
   std::vector<at::Tensor> buffers_;        ///< Those that are broadcast before a forward.
   int64_t iterations_ = 0;
   int64_t steps_ = 0;   ///< That average gradients.
-  bool fixed_ = false;  ///< The reducer is the caller's own.
-  DdpOptions options_;
+  const bool fixed_;    ///< The reducer is the caller's own.
+  const DdpOptions options_;
   bool forwarded_ = false;      ///< One has.
   int64_t awaited_ = 0;         ///< Forwards whose backward is to average, and has not.
   bool graph_is_kept_ = false;  ///< By the backward of this round.
   bool sync_buffers_ = true;
   bool all_frozen_ = false;      ///< At the last forward, as a GAN's discriminator is at times.
-  bool has_own_hook_ = false;    ///< Of the user's, which a Join cannot run for other ranks.
   bool divides_by_size_ = true;  ///< Also while some ranks have no inputs left.
   int64_t forwards_ = 0;
   ModuleState state_;                     ///< Its `reduced` are the reducer's.
@@ -402,19 +405,14 @@ std::unique_ptr<DdpCore> make_ddp_core(torch::nn::Module& module, const ProcessG
                                        const DdpOptions& options,
                                        const ReducerFactory& make_reducer,
                                        const std::string& what) {
-  auto core = std::make_unique<Ddp>(group, what, &module);
-  core->start(find_module_state(module, options.ignored, what), options, make_reducer);
-  return core;
+  return std::make_unique<Ddp>(group, what, &module,
+                               find_module_state(module, options.ignored, what), options,
+                               make_reducer);
 }
 
 std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const ProcessGroup& group,
                                             const DdpOptions& options, const std::string& what) {
-  auto core = std::make_unique<Ddp>(group, what, nullptr);
-  if (state.reduced.empty())
-    throw UsageError(what + ": no parameter needs a gradient",
-                     "give it the parameters that are trained");
-  core->start(state, options, {});
-  return core;
+  return std::make_unique<Ddp>(group, what, nullptr, state, options, ReducerFactory());
 }
 
 }  // namespace lockstep::detail
