@@ -56,7 +56,7 @@ bool may_differ(const at::Tensor& parameter, const at::Tensor& master) {
 
 }  // namespace
 
-MasterWeights::MasterWeights(std::vector<at::Tensor> parameters, const Factory& make)
+MasterWeights::MasterWeights(std::vector<at::Tensor> parameters, const OptimizerFactory& make)
     : parameters_(std::move(parameters)) {
   for (const at::Tensor& parameter : parameters_) masters_.push_back(master_of(parameter));
   inner_ = make(masters_);

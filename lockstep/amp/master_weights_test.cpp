@@ -18,7 +18,7 @@ namespace master_weights_test {
 
 using test::run_group;
 
-MasterWeights::Factory factory(const std::string& name, double lr) {
+OptimizerFactory factory(const std::string& name, double lr) {
   return [=](std::vector<at::Tensor> parameters) {
     return make_optimizer(name, std::move(parameters), {.lr = lr});
   };

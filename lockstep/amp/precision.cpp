@@ -167,7 +167,7 @@ at::Tensor Precision::convert_output(const at::Tensor& output) const {
   return output.to(at::kFloat);
 }
 
-Precision::OptimizerFactory Precision::optimizer_factory(OptimizerFactory make) const {
+OptimizerFactory Precision::optimizer_factory(OptimizerFactory make) const {
   if (!master_weights_) return make;
   return [make = std::move(make)](std::vector<at::Tensor> parameters) {
     return std::make_unique<MasterWeights>(std::move(parameters), make);

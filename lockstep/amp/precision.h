@@ -144,9 +144,6 @@ class Precision {
   /// too.
   at::Tensor convert_output(const at::Tensor& output) const;
   /// A factory of the same optimizer, over float32 copies of the parameters if the level has them.
-  /// The type is OptimizerFactory of the strategies.
-  using OptimizerFactory =
-      std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
   OptimizerFactory optimizer_factory(OptimizerFactory make) const;
 
   /// The scaled loss, on which to call backward.
@@ -217,10 +214,8 @@ std::vector<std::string> amp_level_names();
 /// first compares all elements with what it rounded into them.
 class MasterWeights : public Optimizer {
  public:
-  using Factory = std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
-
   /// `make` gets the copies, and the parameters that have no copy, in the order of `parameters`.
-  MasterWeights(std::vector<at::Tensor> parameters, const Factory& make);
+  MasterWeights(std::vector<at::Tensor> parameters, const OptimizerFactory& make);
 
   void step() override { step_scaled({}); }
   void step_scaled(const StepScale& scale) override;

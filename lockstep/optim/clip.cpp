@@ -11,6 +11,7 @@
 
 #include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
+#include "lockstep/optim/optim.h"
 
 namespace lockstep {
 namespace {
@@ -88,18 +89,6 @@ double detail::clip_gradients(const std::vector<at::Tensor>& gradients, double m
     at::_foreach_mul_(flat_runs(chosen(gradients, kind)),
                       factor.to(gradients[kind.front()].device()));
   return norm;
-}
-
-bool detail::unscale_gradients(const std::vector<at::Tensor>& parameters, const StepScale& scale) {
-  if (scale.found_inf.defined() && scale.found_inf.item<double>() != 0) return false;
-  if (!scale.grad_scale.defined()) return true;
-  const c10::AutoGradMode no_grad(false);
-  const at::Tensor factor = scale.grad_scale.reshape({});
-  for (const at::Tensor& parameter : parameters) {
-    const at::Tensor& gradient = parameter.grad();
-    if (gradient.defined()) gradient.div_(factor.to(gradient.device()));
-  }
-  return true;
 }
 
 double clip_grad_norm(const std::vector<at::Tensor>& parameters, double max_norm) {

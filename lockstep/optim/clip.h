@@ -5,8 +5,6 @@
 #include <functional>
 #include <vector>
 
-#include "lockstep/optim/optim.h"
-
 namespace lockstep::detail {
 
 /// The 2-norm of all gradients that are clipped together, from those of this process's gradients:
@@ -23,9 +21,5 @@ std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
 /// What clip_grad_norm and the strategies do with dense gradients, or the values of sparse ones.
 double clip_gradients(const std::vector<at::Tensor>& gradients, double max_norm,
                       const TotalNorm& total_norm);
-
-/// For optimizers whose kernels know nothing of a scaler: divides the gradients by
-/// `scale.grad_scale`. False, and nothing is divided, when `scale.found_inf` forbids the step.
-bool unscale_gradients(const std::vector<at::Tensor>& parameters, const StepScale& scale);
 
 }  // namespace lockstep::detail

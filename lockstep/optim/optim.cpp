@@ -37,6 +37,19 @@ void check_options(const std::string& name, const OptimizerOptions& o) {
 
 }  // namespace
 
+void Optimizer::step_scaled(const StepScale& scale) {
+  if (scale.found_inf.defined() && scale.found_inf.item<double>() != 0) return;
+  if (scale.grad_scale.defined()) {
+    const c10::AutoGradMode no_grad(false);
+    const at::Tensor factor = scale.grad_scale.reshape({});
+    for (const at::Tensor& parameter : parameters()) {
+      const at::Tensor& gradient = parameter.grad();
+      if (gradient.defined()) gradient.div_(factor.to(gradient.device()));
+    }
+  }
+  step();
+}
+
 std::vector<std::string> optimizer_names() {
   return {"sgd", "adam", "adamw", "rmsprop", "adagrad", "lbfgs"};
 }

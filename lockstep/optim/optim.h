@@ -52,8 +52,9 @@ class Optimizer {
   virtual ~Optimizer() = default;
   /// Updates every parameter that has a gradient. Makes no autograd graph.
   virtual void step() = 0;
-  /// The same for scaled gradients. What the gradients are after it is not said: drop them.
-  virtual void step_scaled(const StepScale& scale) = 0;
+  /// The same for scaled gradients. What the gradients are after it is not said: drop them. Divides
+  /// them and calls `step`, unless it is overridden.
+  virtual void step_scaled(const StepScale& scale);
   /// Whether a step evaluates the loss several times, so that only `step_with` can make it: lbfgs.
   virtual bool needs_closure() const { return false; }
   /// Python's step(closure). Gives the loss that the closure gave first. What it throws leaves the
@@ -88,6 +89,11 @@ class Optimizer {
   /// but lbfgs.
   virtual bool is_elementwise() const { return false; }
 };
+
+/// Makes an optimizer of some tensors: a module's own parameters, a strategy's shards of them, or
+/// float32 copies.
+using OptimizerFactory =
+    std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
 
 /// The optimizers:
 /// - sgd: our own, with the bits of torch.optim.SGD, and fused kernels where those give them.

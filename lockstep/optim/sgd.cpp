@@ -7,7 +7,6 @@
 
 #include <cmath>
 
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 
@@ -121,10 +120,6 @@ void Sgd::step() {
     if (bulk < count) step_elements(i, gradient, bulk);
   }
   if (!fused_parameters_.empty()) run_fused();
-}
-
-void Sgd::step_scaled(const StepScale& scale) {
-  if (detail::unscale_gradients(parameters_, scale)) step();
 }
 
 bool Sgd::can_fuse(size_t index, const at::Tensor& gradient) const {

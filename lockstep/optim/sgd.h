@@ -28,7 +28,6 @@ class Sgd : public Optimizer {
   Sgd(std::vector<at::Tensor> parameters, const OptimizerOptions& options);
 
   void step() override;
-  void step_scaled(const StepScale& scale) override;
   void set_lr(double lr) override { lr_ = lr; }
   double lr() const override { return lr_; }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }

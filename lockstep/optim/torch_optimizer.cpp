@@ -7,7 +7,6 @@
 #include <map>
 #include <type_traits>
 
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/optimizer_state.h"
 
 namespace lockstep {
@@ -51,9 +50,6 @@ class TorchOptimizer : public Optimizer {
         torch_(std::move(parameters), options) {}
 
   void step() override { torch_.step(); }
-  void step_scaled(const StepScale& scale) override {
-    if (detail::unscale_gradients(parameters_, scale)) step();
-  }
   void set_lr(double lr) override { torch_.param_groups()[0].options().set_lr(lr); }
   double lr() const override { return torch_.param_groups()[0].options().get_lr(); }
   const std::vector<at::Tensor>& parameters() const override { return parameters_; }

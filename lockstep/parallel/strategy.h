@@ -69,11 +69,6 @@ struct StateBytes {
   int64_t total() const { return parameters + gradients + optimizer; }
 };
 
-/// Makes the optimizer of the tensors that this rank updates: the module's own parameters, or a
-/// strategy's shards of them.
-using OptimizerFactory =
-    std::function<std::unique_ptr<Optimizer>(std::vector<at::Tensor> parameters)>;
-
 /// Enters what every forward and its criterion runs in, such as autocast. It is left when the
 /// result is let go.
 using ForwardContext = std::function<std::shared_ptr<void>()>;
