@@ -36,15 +36,6 @@ std::vector<std::string> cpu_flags() {
   return {};
 }
 
-at::Tensor leaf(at::IntArrayRef shape, const at::TensorOptions& options) {
-  return at::ones(shape, options).requires_grad_();
-}
-
-/// A sum over the operation's output, and its gradients.
-void run_backward(const at::Tensor& output, const std::vector<at::Tensor>& inputs) {
-  torch::autograd::grad({output.sum()}, inputs);
-}
-
 void product(at::ScalarType dtype) {
   const at::Tensor matrix = at::ones({kProductSize, kProductSize}, dtype);
   at::mm(matrix, matrix);
@@ -53,8 +44,9 @@ void product(at::ScalarType dtype) {
 /// LibTorch has kernels for the products in float16 on processors where it has none for these.
 void convolution_gradients(at::ScalarType dtype) {
   const at::AutoGradMode with_graph(true);
-  const at::Tensor x = leaf({1, 8, 12, 12}, dtype), weight = leaf({8, 8, 3, 3}, dtype);
-  run_backward(at::conv2d(x, weight), {x, weight});
+  const at::Tensor x = at::ones({1, 8, 12, 12}, dtype).requires_grad_();
+  const at::Tensor weight = at::ones({8, 8, 3, 3}, dtype).requires_grad_();
+  torch::autograd::grad({at::conv2d(x, weight).sum()}, {x, weight});
 }
 
 struct Times {

@@ -5,7 +5,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
+#include <map>
 #include <string>
 #include <unordered_map>
 
@@ -15,12 +15,6 @@ namespace lockstep {
 namespace {
 
 constexpr const char* kCount = "n_averaged";
-
-const at::Tensor* find(const StateDict& state, const std::string& name) {
-  const auto found = std::find_if(state.begin(), state.end(),
-                                  [&](const auto& item) { return item.first == name; });
-  return found == state.end() ? nullptr : &found->second;
-}
 
 void average(at::Tensor& average, const at::Tensor& now, const std::optional<double>& decay,
              int64_t count) {
@@ -116,11 +110,13 @@ StateDict AveragedModel::state_dict() const {
 
 void AveragedModel::load_state_dict(const StateDict& state) {
   require_own_weights("load_state_dict()");
+  const std::map<std::string, at::Tensor> given(state.begin(), state.end());
   const auto require = [&](const std::string& name, at::IntArrayRef shape) {
-    const at::Tensor* entry = find(state, name);
-    if (entry && entry->sizes() == shape) return *entry;
+    const auto entry = given.find(name);
+    const bool lacks = entry == given.end();
+    if (!lacks && entry->second.sizes() == shape) return entry->second;
     throw CheckpointError("AveragedModel: the state " +
-                              (entry ? "has another shape for '" : std::string("lacks '")) + name +
+                              std::string(lacks ? "lacks '" : "has another shape for '") + name +
                               "'",
                           "it is of another model");
   };
