@@ -58,6 +58,12 @@ class ParameterShards {
   const ProcessGroup& group() const { return group_; }
   /// Whether the layout has the parameter: it is one of those that are trained.
   bool has(size_t parameter) const { return place_[parameter].bucket != kNone; }
+  /// Where the parameter lies, one that the layout has.
+  struct Place {
+    size_t bucket = kNone;
+    int64_t offset = 0;
+  };
+  const Place& place(size_t parameter) const { return place_[parameter]; }
   /// What the rank updates of the parameter. Empty where that is nothing.
   Part part(int rank, size_t parameter) const;
   /// This rank's part of each parameter: the memory of the parameters, without autograd. A whole
@@ -77,11 +83,6 @@ class ParameterShards {
 
  private:
   static constexpr size_t kNone = SIZE_MAX;
-  struct Place {
-    size_t bucket = kNone;
-    int64_t offset = 0;
-  };
-
   void move(size_t bucket);
 
   std::vector<at::Tensor> parameters_;

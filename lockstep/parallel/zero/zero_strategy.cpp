@@ -58,15 +58,11 @@ class ShardReducer : public detail::GradientReducer {
         what_(std::move(what)),
         dtype_(dtype) {
     const detail::ParameterShards& shards = optimizer_.shards();
-    bucket_of_.resize(shards.parameters().size());
-    names_.resize(bucket_of_.size());
-    cuts_.resize(bucket_of_.size());
+    names_.resize(shards.parameters().size());
+    cuts_.resize(names_.size());
     means_.resize(shards.layout().size());
     order_.resize(means_.size());
     std::iota(order_.begin(), order_.end(), 0);
-    for (size_t bucket = 0; bucket < means_.size(); ++bucket) {
-      for (const size_t index : shards.layout()[bucket].parameters) bucket_of_[index] = bucket;
-    }
     for (const detail::ReducedParameter& parameter : parameters) {
       const auto& all = shards.parameters();
       const auto same = [&](const at::Tensor& other) { return other.is_same(parameter.tensor); };
@@ -96,7 +92,7 @@ class ShardReducer : public detail::GradientReducer {
     next_ = 0;
   }
   void take(size_t index) override {
-    const size_t bucket = bucket_of_[indices_[index]];
+    const size_t bucket = optimizer_.shards().place(indices_[index]).bucket;
     if (--pending_[bucket] > 0) return;
     if (!ordered_) arrived_.push_back(bucket);
     reduce_what_is_ready();
@@ -231,13 +227,9 @@ class ShardReducer : public detail::GradientReducer {
       const at::Tensor& part = shards.parts()[i];
       if (part.numel() == 0) continue;
       if (!cuts_[i].defined()) {
-        const size_t bucket = bucket_of_[i];
-        const detail::ShardBucket& layout = shards.layout()[bucket];
-        const auto place = std::find(layout.parameters.begin(), layout.parameters.end(), i);
-        const int64_t offset =
-            layout.offsets[static_cast<size_t>(place - layout.parameters.begin())];
-        const int64_t begin =
-            offset + shards.part(rank, i).begin - layout.bounds[static_cast<size_t>(rank)];
+        const auto [bucket, offset] = shards.place(i);
+        const int64_t begin = offset + shards.part(rank, i).begin -
+                              shards.layout()[bucket].bounds[static_cast<size_t>(rank)];
         cuts_[i] = means_[bucket].as_strided(part.sizes(), part.strides(), begin);
       }
       part.mutable_grad() = cuts_[i];
@@ -251,7 +243,6 @@ class ShardReducer : public detail::GradientReducer {
   std::vector<size_t> indices_;     ///< Of the parameters that need a gradient.
   const std::string what_;
   const std::optional<at::ScalarType> dtype_;
-  std::vector<size_t> bucket_of_;
   std::vector<size_t> pending_;    ///< Gradients that are still to come, by bucket.
   std::vector<size_t> order_;      ///< In which buckets are reduced.
   std::vector<size_t> arrived_;    ///< The order in which the first backward filled them.
