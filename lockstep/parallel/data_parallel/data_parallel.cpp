@@ -50,12 +50,6 @@ void check_options(const DataParallelOptions& options) {
   }
 }
 
-std::vector<at::Tensor> tensors_in(const torch::nn::Module& module) {
-  auto tensors = module.parameters();
-  for (const at::Tensor& buffer : module.buffers()) tensors.push_back(buffer);
-  return tensors;
-}
-
 /// What a copy is made of, but for the values of tensors. The modes of training are kept by
 /// ReplicaSet.
 std::string members_of(const torch::nn::Module& module, std::string_view object) {
@@ -63,7 +57,8 @@ std::string members_of(const torch::nn::Module& module, std::string_view object)
   all << module;
   // The base class has the mode, and no member of a user's.
   all << object.substr(std::min(object.size(), sizeof(torch::nn::Module)));
-  for (const at::Tensor& tensor : tensors_in(module)) all << ' ' << tensor.unsafeGetTensorImpl();
+  for (const auto& [name, tensor] : named_tensors(module))
+    all << ' ' << tensor.unsafeGetTensorImpl();
   return all.str();
 }
 
@@ -75,7 +70,7 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
   if (!module_) throw UsageError("DataParallel: the module is null");
   if (options_.devices.empty()) options_.devices = all_devices(*module_);
   check_options(options_);
-  tensors_ = tensors_in(*module_);
+  tensors_ = named_tensors(*module_);
   if (!options_.output_device) options_.output_device = options_.devices.front();
   check_devices();
   if (options_.devices.size() == 1) return;
@@ -90,24 +85,18 @@ void DataParallelCore::make_replicas(std::string_view members) {
   }
   replicas_.emplace(module_, std::move(copies));
   members_ = members_of(*module_, members);
-  tensors_ = tensors_in(*module_);
+  tensors_ = named_tensors(*module_);
 }
 
 void DataParallelCore::check_devices() const {
   const c10::Device expected = options_.devices.front();
-  if (std::all_of(tensors_.begin(), tensors_.end(),
-                  [&](const at::Tensor& tensor) { return tensor.device() == expected; })) {
-    return;
-  }
-  const auto check = [&](const std::string& name, const at::Tensor& tensor) {
-    if (tensor.device() == expected) return;
+  for (const auto& [name, tensor] : tensors_) {
+    if (tensor.device() == expected) continue;
     throw UsageError("DataParallel: the module must have its parameters and buffers on device " +
                          expected.str() + ", the first one, but '" + name + "' is on " +
                          tensor.device().str(),
                      "call module->to(\"" + expected.str() + "\")");
-  };
-  for (const auto& item : module_->named_parameters()) check(item.key(), item.value());
-  for (const auto& item : module_->named_buffers()) check(item.key(), item.value());
+  }
 }
 
 void DataParallelCore::prepare(size_t count, std::string_view members) {

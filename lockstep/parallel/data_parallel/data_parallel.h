@@ -33,6 +33,9 @@ ModulePtr typed_pointer(const std::shared_ptr<torch::nn::Module>& module) {
   return ModulePtr(std::dynamic_pointer_cast<ModuleOf<ModulePtr>>(module));
 }
 
+/// Parameters, then buffers, by their full names. One of several names comes several times.
+StateDict named_tensors(const torch::nn::Module& module);
+
 /// Another module of the same structure on `device`, made by `clone`, or by `make` where it is
 /// given. Leaves the random numbers of the CPU as they were. Throws UsageError where the module
 /// cannot be cloned, or the copy has other tensors.
@@ -341,7 +344,7 @@ class DataParallelCore {
   void prepare(size_t count, std::string_view members);
 
   std::shared_ptr<torch::nn::Module> module_;
-  std::vector<at::Tensor> tensors_;  ///< The module's.
+  StateDict tensors_;  ///< The module's.
   DataParallelOptions options_;
   Make make_;
   std::optional<ReplicaSet> replicas_;  ///< None for one device.

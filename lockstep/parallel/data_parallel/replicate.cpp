@@ -22,28 +22,11 @@ using torch::nn::Module;
 /// its running statistics does not count as a change of the tensor.
 constexpr size_t kSmallBuffer = 1 << 20;
 
-struct Named {
-  std::string name;
-  at::Tensor tensor;
-  bool is_buffer;
-};
-
-std::vector<Named> named_tensors(const Module& module) {
-  std::vector<Named> all;
-  for (const auto& item : module.named_parameters()) {
-    all.push_back({item.key(), item.value(), false});
-  }
-  for (const auto& item : module.named_buffers()) {
-    all.push_back({item.key(), item.value(), true});
-  }
-  return all;
-}
-
 void check_alike(const Module& module, const Module& copy) {
-  const auto own = named_tensors(module), others = named_tensors(copy);
-  const auto alike = [](const Named& a, const Named& b) {
-    return a.name == b.name && a.tensor.sizes() == b.tensor.sizes() &&
-           a.tensor.scalar_type() == b.tensor.scalar_type();
+  const StateDict own = named_tensors(module), others = named_tensors(copy);
+  const auto alike = [](const auto& a, const auto& b) {
+    return a.first == b.first && a.second.sizes() == b.second.sizes() &&
+           a.second.scalar_type() == b.second.scalar_type();
   };
   if (std::equal(own.begin(), own.end(), others.begin(), others.end(), alike)) return;
   throw UsageError("DataParallel: a copy of module " + module.name() +
@@ -153,6 +136,13 @@ bool bring_over(Own& own, const at::Tensor& source, bool always) {
 
 }  // namespace
 
+StateDict named_tensors(const Module& module) {
+  StateDict all;
+  for (const auto& item : module.named_parameters()) all.emplace_back(item.key(), item.value());
+  for (const auto& item : module.named_buffers()) all.emplace_back(item.key(), item.value());
+  return all;
+}
+
 std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::Device device,
                                     const std::function<std::shared_ptr<Module>()>& make) {
   // `clone` draws initial values that nobody uses.
@@ -189,22 +179,23 @@ struct ReplicaSet::Impl {
 
   void find_rows() {
     std::unordered_map<const c10::TensorImpl*, size_t> known;
-    for (const Named& item : named_tensors(*module)) {
-      Row row{.source = item.tensor, .is_buffer = item.is_buffer, .parameter = 0, .own = {}};
-      if (!item.is_buffer) {
-        const auto [place, is_new] =
-            known.emplace(item.tensor.unsafeGetTensorImpl(), parameters.size());
-        if (is_new) parameters.push_back(item.tensor);
+    const size_t named_parameters = module->named_parameters().size();
+    for (const auto& [name, tensor] : named_tensors(*module)) {
+      const bool is_buffer = rows.size() >= named_parameters;
+      Row row{.source = tensor, .is_buffer = is_buffer, .parameter = 0, .own = {}};
+      if (!is_buffer) {
+        const auto [place, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), parameters.size());
+        if (is_new) parameters.push_back(tensor);
         row.parameter = place->second;
       }
       rows.push_back(std::move(row));
     }
     for (const auto& replica : replicas) {
       size_t next = 0;
-      for (const Named& item : named_tensors(*replica)) {
+      for (const auto& [name, tensor] : named_tensors(*replica)) {
         // A replica's parameters are no leaves: they need a gradient when they are linked.
-        item.tensor.requires_grad_(false);
-        rows[next++].own.push_back({.tensor = item.tensor});
+        tensor.requires_grad_(false);
+        rows[next++].own.push_back({.tensor = tensor});
       }
     }
   }
