@@ -107,7 +107,6 @@ class LogicalShards::Impl {
                                           : state_.parameters.front().tensor.device()),
         tree_([this](FlatPieces& left, FlatPieces& right) { join(left, right); }) {
     start_alike();
-    for (const auto& item : state_.buffers) buffers_.push_back({item.tensor, {}});
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
       core_ = detail::make_ddp_core(module, group_, core_options(), {}, kWhat);
     lay_out();
@@ -135,11 +134,6 @@ class LogicalShards::Impl {
   }
 
  private:
-  struct Buffer {
-    at::Tensor tensor;
-    at::Tensor before;  ///< As the step began with it.
-  };
-
   /// A gradient or a buffer's change, as a part of flat memory.
   struct Piece {
     std::string name;
@@ -177,8 +171,8 @@ class LogicalShards::Impl {
     if (!core_) {
       for (const auto& item : state_.reduced) pieces_.push_back({item.name, item.tensor, {}});
     }
-    for (size_t i = 0; i < buffers_.size(); ++i) {
-      const at::Tensor& tensor = buffers_[i].tensor;
+    for (size_t i = 0; i < state_.buffers.size(); ++i) {
+      const at::Tensor& tensor = state_.buffers[i].tensor;
       if (tensor.is_floating_point()) pieces_.push_back({"", tensor, i});
     }
     std::vector<at::Tensor> tensors;
@@ -230,7 +224,8 @@ class LogicalShards::Impl {
     } else if (shard != shard_ + 1 || shard >= own_.end) {
       refuse(shard, shard_ + 1 < own_.end ? shard_ + 1 : own_.begin);
     } else {
-      for (const Buffer& buffer : buffers_) buffer.tensor.variable_data().copy_(buffer.before);
+      for (size_t i = 0; i < before_.size(); ++i)
+        state_.buffers[i].tensor.variable_data().copy_(before_[i]);
     }
     shard_ = shard;
     seed_generators(device_, KeyedRandom(seed_, step, shard).next());
@@ -241,7 +236,8 @@ class LogicalShards::Impl {
     for (auto& node : tree_.nodes()) spare_.push_back(std::move(node.value));
     tree_.nodes().clear();
     if (!total_.memory.empty()) spare_.push_back(std::exchange(total_, {}));
-    for (Buffer& buffer : buffers_) buffer.before = buffer.tensor.detach().clone();
+    before_.clear();
+    for (const auto& item : state_.buffers) before_.push_back(item.tensor.detach().clone());
   }
 
   void backward_of(const std::function<at::Tensor()>& loss, bool last) {
@@ -277,7 +273,7 @@ class LogicalShards::Impl {
         piece.tensor.mutable_grad().reset();
         continue;
       }
-      const at::Tensor& before = buffers_[*piece.buffer].before;
+      const at::Tensor& before = before_[*piece.buffer];
       if (at::equal(piece.tensor, before)) {
         view.zero_();  // It may be infinite.
       } else {
@@ -307,7 +303,7 @@ class LogicalShards::Impl {
       const Piece& piece = pieces_[i];
       if (piece.buffer) {
         at::Tensor now = piece.tensor.variable_data();
-        at::add_out(now, buffers_[*piece.buffer].before, total_.views[i]);
+        at::add_out(now, before_[*piece.buffer], total_.views[i]);
       } else {
         piece.tensor.mutable_grad() = total_.views[i];
       }
@@ -367,7 +363,7 @@ class LogicalShards::Impl {
   const ShardRange own_;
   const detail::ModuleState state_;
   const c10::Device device_;
-  std::vector<Buffer> buffers_;
+  std::vector<at::Tensor> before_;         ///< The buffers, as the step began with them.
   std::unique_ptr<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
   std::vector<Piece> pieces_;              ///< What the tree sums here.
   std::vector<Kind> kinds_;
