@@ -39,11 +39,6 @@ struct PowerSGDState::Impl {
   /// False while gradients are still averaged as they are.
   bool started() const { return iter >= options.start_power_sgd_iter; }
 
-  void add_error(size_t bucket, at::Tensor& gradients) {
-    const auto known = errors.find(bucket);
-    if (known != errors.end()) gradients.add_(known->second);
-  }
-
   /// `result` has the same values on all ranks. So they agree on whether it overflowed.
   void keep(size_t bucket, const at::Tensor& before, const at::Tensor& result) {
     const bool finite = std::isfinite(at::sum(result, at::kDouble).item<double>());
@@ -88,11 +83,6 @@ void orthogonalize(at::Tensor matrices, double epsilon) {
   at::Tensor upper =
       at::empty({matrices.size(0), matrices.size(2), matrices.size(2)}, matrices.options());
   at::linalg_qr_out(matrices, upper, matrices);
-}
-
-at::Tensor normal_values(at::IntArrayRef shape, const at::Tensor& like, at::Generator& generator) {
-  return at::randn(shape, generator, at::TensorOptions().dtype(like.scalar_type()))
-      .to(like.device());
 }
 
 /// The parts of a bucket, a tensor for each parameter.
@@ -220,7 +210,7 @@ struct Compression {
     at::Generator generator;
     if (are_new) generator = at::make_generator<at::CPUGeneratorImpl>(kept().next_seed());
     for (at::Tensor& q : qs) {
-      if (are_new) q.copy_(normal_values(q.sizes(), q, generator));
+      if (are_new) q.copy_(at::randn(q.sizes(), generator, at::dtype(q.scalar_type())));
       orthogonalize(q, options().orthogonalization_epsilon);
     }
   }
@@ -239,7 +229,8 @@ struct Compression {
   void start(const GradientBucket& bucket) {
     if (square) pad_to_square();
     if (options().use_error_feedback) {
-      kept().add_error(index, gradients);
+      const auto error = kept().errors.find(index);
+      if (error != kept().errors.end()) gradients.add_(error->second);
       before = gradients.clone();
     }
     if (!square) divide_tensors(bucket);
