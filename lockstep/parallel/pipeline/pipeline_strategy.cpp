@@ -316,8 +316,7 @@ class PipelineStrategy final : public detail::SpreadStrategy {
   }
 
   DataShare data_share() const override {
-    if (!mesh_.has("dp")) return {};
-    return {mesh_.get_local_rank("dp"), mesh_.size("dp")};
+    return pipeline_data_share(setup_.options, group().rank(), group().size());
   }
 
   void run_batch(const BatchWork& work) override {
