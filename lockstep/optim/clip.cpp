@@ -4,7 +4,6 @@
 #include <ATen/TensorOperators.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -38,19 +37,6 @@ std::vector<at::Tensor> chosen(const std::vector<at::Tensor>& tensors,
 }
 
 }  // namespace
-
-std::vector<std::vector<size_t>> detail::by_kind(const std::vector<at::Tensor>& tensors) {
-  std::vector<std::vector<size_t>> kinds;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const std::vector<size_t>& other) {
-      const at::Tensor& first = tensors[other.front()];
-      return first.dtype() == tensors[i].dtype() && first.device() == tensors[i].device();
-    });
-    if (kind == kinds.end()) kind = kinds.emplace(kinds.end());
-    kind->push_back(i);
-  }
-  return kinds;
-}
 
 std::vector<at::Tensor> detail::gradients_of(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> gradients;

@@ -12,9 +12,6 @@ namespace lockstep::detail {
 using TotalNorm = std::function<at::Tensor(const std::vector<at::Tensor>& norms,
                                            const std::vector<size_t>& places)>;
 
-/// The places of tensors of one dtype and device each, as LibTorch's list kernels want them.
-std::vector<std::vector<size_t>> by_kind(const std::vector<at::Tensor>& tensors);
-
 /// The gradients of those parameters that have one.
 std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& parameters);
 

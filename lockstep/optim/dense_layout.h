@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 namespace lockstep {
@@ -57,5 +58,18 @@ inline at::Tensor elements_like(const at::Tensor& tensor, const at::Tensor& like
 /// of DistributedDataParallel's buckets lie so. What is not dense stays as it is. Tensors must not
 /// overlap.
 std::vector<at::Tensor> flat_runs(const std::vector<at::Tensor>& tensors);
+
+/// The places of tensors of one dtype and device each, as LibTorch's list kernels want them.
+std::vector<std::vector<size_t>> by_kind(const std::vector<at::Tensor>& tensors);
+
+/// A piece of flat memory for each dtype and device, and views of it, one after the other.
+struct FlatViews {
+  std::vector<at::Tensor> memory;
+  std::vector<at::Tensor> views;
+};
+/// Gives a vector of at least so many elements.
+using MakeFlat = std::function<at::Tensor(int64_t elements, const at::TensorOptions& options)>;
+/// A view for each of `tensors`, in whose order of memory it is, as fused optimizers want it.
+FlatViews flat_views(const std::vector<at::Tensor>& tensors, const MakeFlat& make);
 
 }  // namespace lockstep

@@ -48,4 +48,33 @@ std::vector<at::Tensor> flat_runs(const std::vector<at::Tensor>& tensors) {
   return result;
 }
 
+std::vector<std::vector<size_t>> by_kind(const std::vector<at::Tensor>& tensors) {
+  std::vector<std::vector<size_t>> kinds;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    auto kind = std::find_if(kinds.begin(), kinds.end(), [&](const std::vector<size_t>& other) {
+      const at::Tensor& first = tensors[other.front()];
+      return first.dtype() == tensors[i].dtype() && first.device() == tensors[i].device();
+    });
+    if (kind == kinds.end()) kind = kinds.emplace(kinds.end());
+    kind->push_back(i);
+  }
+  return kinds;
+}
+
+FlatViews flat_views(const std::vector<at::Tensor>& tensors, const MakeFlat& make) {
+  FlatViews flat;
+  flat.views.resize(tensors.size());
+  for (const auto& members : by_kind(tensors)) {
+    int64_t elements = 0;
+    for (const size_t i : members) elements += tensors[i].numel();
+    const auto options = tensors[members.front()].options().requires_grad(false);
+    const at::Tensor& memory = flat.memory.emplace_back(make(elements, options));
+    for (int64_t at = 0; const size_t i : members) {
+      flat.views[i] = view_like(memory, at, tensors[i]);
+      at += tensors[i].numel();
+    }
+  }
+  return flat;
+}
+
 }  // namespace lockstep

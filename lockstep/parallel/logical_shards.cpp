@@ -18,7 +18,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/words.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
@@ -32,12 +31,8 @@ namespace {
 
 constexpr const char* kWhat = "LogicalShards";
 
-/// What the shards' tree sums: all pieces in flat memory, one for each dtype and device.
-struct FlatPieces {
-  std::vector<at::Tensor> memory;
-  std::vector<at::Tensor> views;  ///< By piece.
-};
-using PieceTree = detail::ShardTree<FlatPieces>;
+/// Sums views of all pieces.
+using PieceTree = detail::ShardTree<FlatViews>;
 
 void seed_generators(c10::Device device, uint64_t key) {
   const auto seed = [key](c10::Device where) {
@@ -105,11 +100,11 @@ class LogicalShards::Impl {
         state_(detail::whole_module_state(module)),
         device_(state_.parameters.empty() ? c10::Device(c10::kCPU)
                                           : state_.parameters.front().tensor.device()),
-        tree_([this](FlatPieces& left, FlatPieces& right) { join(left, right); }) {
+        tree_([this](FlatViews& left, FlatViews& right) { join(left, right); }) {
     start_alike();
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
       core_ = detail::make_ddp_core(module, group_, core_options(), {}, kWhat);
-    lay_out();
+    find_pieces();
   }
 
   int64_t count() const { return count_; }
@@ -134,13 +129,11 @@ class LogicalShards::Impl {
   }
 
  private:
-  /// A gradient or a buffer's change, as a part of flat memory.
+  /// Of which the tree sums the gradient, or a buffer's change.
   struct Piece {
     std::string name;
     at::Tensor tensor;
     std::optional<size_t> buffer;  ///< None for a parameter.
-    size_t kind = 0;
-    int64_t offset = 0;
   };
 
   std::string place() const {
@@ -167,7 +160,7 @@ class LogicalShards::Impl {
            (ranks <= 2 || group_.backend() == "shm");
   }
 
-  void lay_out() {
+  void find_pieces() {
     if (!core_) {
       for (const auto& item : state_.reduced) pieces_.push_back({item.name, item.tensor, {}});
     }
@@ -175,36 +168,23 @@ class LogicalShards::Impl {
       const at::Tensor& tensor = state_.buffers[i].tensor;
       if (tensor.is_floating_point()) pieces_.push_back({"", tensor, i});
     }
-    std::vector<at::Tensor> tensors;
-    for (const Piece& piece : pieces_) tensors.push_back(piece.tensor);
-    for (const auto& members : detail::by_kind(tensors)) {
-      int64_t length = 0;
-      for (const size_t i : members) {
-        pieces_[i].kind = kinds_.size();
-        pieces_[i].offset = std::exchange(length, length + tensors[i].numel());
-      }
-      // Ranks sum equal parts of it.
-      const int64_t ranks = group_.size();
-      kinds_.push_back({tensors[members.front()].options().requires_grad(false),
-                        (length + ranks - 1) / ranks * ranks});
-    }
   }
 
-  FlatPieces take_flat() {
+  FlatViews take_flat() {
     if (!spare_.empty()) {
-      FlatPieces flat = std::move(spare_.back());
+      FlatViews flat = std::move(spare_.back());
       spare_.pop_back();
       return flat;
     }
-    FlatPieces flat;
-    for (const auto& [options, length] : kinds_)
-      flat.memory.push_back(at::zeros({length}, options));
-    for (const Piece& piece : pieces_)
-      flat.views.push_back(view_like(flat.memory[piece.kind], piece.offset, piece.tensor));
-    return flat;
+    std::vector<at::Tensor> tensors;
+    for (const Piece& piece : pieces_) tensors.push_back(piece.tensor);
+    return flat_views(tensors, [ranks = group_.size()](int64_t elements, const auto& options) {
+      // Ranks sum equal parts of it.
+      return at::zeros({(elements + ranks - 1) / ranks * ranks}, options);
+    });
   }
 
-  void join(FlatPieces& left, FlatPieces& right) {
+  void join(FlatViews& left, FlatViews& right) {
     for (size_t kind = 0; kind < left.memory.size(); ++kind)
       left.memory[kind].add_(right.memory[kind]);
     spare_.push_back(std::move(right));
@@ -262,8 +242,8 @@ class LogicalShards::Impl {
 
   /// What this shard has made of the gradients and buffers, divided as DistributedDataParallel
   /// divides.
-  FlatPieces leaf() {
-    FlatPieces flat = take_flat();
+  FlatViews leaf() {
+    FlatViews flat = take_flat();
     const double factor = 1.0 / static_cast<double>(count_);
     for (size_t i = 0; i < pieces_.size(); ++i) {
       const Piece& piece = pieces_[i];
@@ -311,9 +291,9 @@ class LogicalShards::Impl {
   }
 
   /// Each rank gets its part of all ranks' nodes, joins them by the tree, and gives the sum to all.
-  FlatPieces exchange() {
-    FlatPieces result = take_flat();
-    for (size_t kind = 0; kind < kinds_.size(); ++kind) {
+  FlatViews exchange() {
+    FlatViews result = take_flat();
+    for (size_t kind = 0; kind < result.memory.size(); ++kind) {
       std::vector<at::Tensor> nodes;
       for (const auto& node : tree_.nodes())
         nodes.push_back(node.value.memory[kind].view({group_.size(), -1}));
@@ -352,11 +332,6 @@ class LogicalShards::Impl {
     return tree.take_total();
   }
 
-  struct Kind {
-    at::TensorOptions options;
-    int64_t length;
-  };
-
   const ProcessGroup group_;
   const int64_t count_;
   const uint64_t seed_;
@@ -366,10 +341,9 @@ class LogicalShards::Impl {
   std::vector<at::Tensor> before_;         ///< The buffers, as the step began with them.
   std::unique_ptr<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
   std::vector<Piece> pieces_;              ///< What the tree sums here.
-  std::vector<Kind> kinds_;
   PieceTree tree_;
-  FlatPieces total_;               ///< Whose views are gradients until the next step.
-  std::vector<FlatPieces> spare_;  ///< Memory for further shards.
+  FlatViews total_;               ///< Whose views are gradients until the next step.
+  std::vector<FlatViews> spare_;  ///< Memory for further shards.
   int64_t shard_ = -1;             ///< The one that runs, or ran last.
   bool within_shard_ = false;      ///< More batches of it are to come.
 };

@@ -247,43 +247,28 @@ class GradientExchange {
     const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
     if (!std::equal(parameters.begin(), parameters.end(), laid_out_.begin(), laid_out_.end(),
                     same)) {
-      lay_out(parameters);
+      flat_ = flat_views(parameters, [this](int64_t elements, const at::TensorOptions& options) {
+        return data_parallel_.symmetric_empty(elements, options.dtype().toScalarType());
+      });
+      laid_out_ = parameters;
     }
     const double share = 1.0 / data_parallel_.size();
     for (size_t i = 0; i < parameters.size(); ++i) {
       const at::Tensor& gradient = parameters[i].grad();
-      const bool in_place = gradient.const_data_ptr() == places_[i].const_data_ptr();
-      in_place ? static_cast<void>(places_[i].mul_(share))
-               : detail::scaled_copy(places_[i], gradient, share);
+      at::Tensor& place = flat_.views[i];
+      const bool in_place = gradient.const_data_ptr() == place.const_data_ptr();
+      in_place ? static_cast<void>(place.mul_(share)) : detail::scaled_copy(place, gradient, share);
     }
-    for (at::Tensor& flat : flat_) data_parallel_.all_reduce(flat);
-    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = places_[i];
-  }
-  void lay_out(const std::vector<at::Tensor>& parameters) {
-    flat_.clear();
-    places_.resize(parameters.size());
-    for (const auto& members : detail::by_kind(parameters)) {
-      int64_t count = 0;
-      for (const size_t i : members) count += parameters[i].numel();
-      const at::Tensor& flat = flat_.emplace_back(
-          data_parallel_.symmetric_empty(count, parameters[members.front()].scalar_type()));
-      // In the parameter's own order of memory, which fused optimizers want.
-      for (int64_t at = 0; const size_t i : members) {
-        places_[i] = view_like(flat, at, parameters[i]);
-        at += parameters[i].numel();
-      }
-    }
-    laid_out_ = parameters;
+    for (at::Tensor& memory : flat_.memory) data_parallel_.all_reduce(memory);
+    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = flat_.views[i];
   }
 
   const detail::StageTensors& tensors_;
   ProcessGroup pipeline_;
   ProcessGroup data_parallel_;
   bool summed_ = false;  ///< Tied parameters' gradients are the sums of all their stages.
-  /// One flat tensor a dtype, where the group sums without copies, and the parameters' parts of it.
-  std::vector<at::Tensor> flat_;
+  FlatViews flat_;  ///< The parameters' gradients, where the group sums without copies.
   std::vector<at::Tensor> laid_out_;
-  std::vector<at::Tensor> places_;
 };
 
 class PipelineStrategy final : public detail::SpreadStrategy {
