@@ -40,17 +40,14 @@ ShardedParameters::ShardedParameters(std::vector<FlatUnit> units, const ProcessG
       pieces_(pieces_of(units_, group.rank())),
       group_(group),
       device_(device),
-      dtype_(options.parameter_dtype),
-      offload_(options.cpu_offload && !device.is_cpu()),
-      reshard_after_forward_(options.reshard_after_forward),
-      prefetch_(options.prefetch) {
-  if (options.share_memory && !dtype_ && device_.is_cpu()) share_memory();
+      options_(options) {
+  if (options_.share_memory && !options_.parameter_dtype && device_.is_cpu()) share_memory();
   make_shards();
 }
 
 at::ScalarType ShardedParameters::whole_dtype(size_t unit) const {
   const at::ScalarType own = units_[unit].dtype;
-  return dtype_ && at::isFloatingType(own) ? *dtype_ : own;
+  return at::isFloatingType(own) ? options_.parameter_dtype.value_or(own) : own;
 }
 
 int64_t ShardedParameters::whole_bytes(size_t unit) const {
@@ -77,7 +74,7 @@ void ShardedParameters::share_memory() {
 
 void ShardedParameters::make_shards() {
   const c10::AutoGradMode no_grad(false);
-  const auto options = at::TensorOptions().device(offload_ ? c10::kCPU : device_);
+  const auto options = at::TensorOptions().device(options_.cpu_offload ? c10::kCPU : device_);
   const int rank = group_.rank(), size = group_.size();
   for (size_t u = 0; u < units_.size(); ++u) {
     const int64_t elements = units_[u].shard_size;
@@ -247,13 +244,13 @@ void ShardedParameters::note_switch(size_t unit) {
   if (current_ == unit) return;
   previous_ = std::exchange(current_, unit);
   const auto next = order_.use(unit);
-  const bool keeps = full_ || (!reshard_after_forward_ && !in_backward_);
+  const bool keeps = full_ || (!options_.reshard_after_forward && !in_backward_);
   for (size_t u = 0; u < units_.size() && !keeps; ++u) {
     const bool needed = u == unit || u == previous_ || u == next ||
                         std::find(in_use_.begin(), in_use_.end(), u) != in_use_.end();
     if (!needed) free_unit(u);
   }
-  if (!prefetch_ || !next || is_whole(*next) || state_[*next].work) return;
+  if (!options_.prefetch || !next || is_whole(*next) || state_[*next].work) return;
   start_gather(*next);
   ++foretold_;
 }
@@ -328,7 +325,7 @@ void ShardedParameters::begin_full(bool writable) {
     throw UsageError("FullyShardedDataParallel: full_parameters() within full_parameters()",
                      "let go of the first guard");
   }
-  if (writable && dtype_) {
+  if (writable && options_.parameter_dtype) {
     throw UsageError(
         "FullyShardedDataParallel: with parameter_dtype the module's values are rounded ones, and "
         "writing them back would round the shards",

@@ -140,10 +140,7 @@ class ShardedParameters : private MemoryWatcher {
   const std::vector<Piece> pieces_;
   const ProcessGroup group_;
   const c10::Device device_;
-  const std::optional<at::ScalarType> dtype_;
-  const bool offload_;
-  const bool reshard_after_forward_;
-  const bool prefetch_;
+  const FsdpOptions options_;
   bool shared_ = false;
   std::vector<at::Tensor> common_;  ///< Each unit, where ranks have them in common.
   std::vector<at::Tensor> shards_;

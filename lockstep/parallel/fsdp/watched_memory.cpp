@@ -73,8 +73,12 @@ bool leaves_values(const c10::OperatorHandle& operation) {
 }
 
 /// The watched memories among an operation's arguments.
-class Uses {
- public:
+struct Uses {
+  MemoryWatcher* watcher = nullptr;
+  std::vector<size_t> memories;
+  std::optional<size_t> written;
+  std::optional<at::ScalarType> dtype;  ///< To which other arguments are converted.
+
   Uses(const c10::OperatorHandle& operation, const torch::jit::Stack& stack) {
     const auto& arguments = operation.schema().arguments();
     const size_t first = stack.size() - arguments.size();
@@ -84,29 +88,18 @@ class Uses {
     }
   }
 
-  MemoryWatcher* watcher() const { return watcher_; }
-  const std::vector<size_t>& memories() const { return memories_; }
-  std::optional<size_t> written() const { return written_; }
-  /// To which other arguments are converted.
-  std::optional<at::ScalarType> dtype() const { return dtype_; }
-
- private:
-  void add(const c10::IValue& value, bool written) {
+  void add(const c10::IValue& value, bool is_written) {
     if (value.isTensor()) {
-      add(value.toTensor(), written);
+      add(value.toTensor(), is_written);
     } else if (value.isList()) {
-      const auto& items = value.toListRef();
-      for (const c10::IValue& item : items) {
-        if (!item.isTensor()) {
-          if (!item.isNone()) return;
-          continue;
-        }
-        add(item.toTensor(), written);
+      for (const c10::IValue& item : value.toListRef()) {
+        if (!item.isTensor() && !item.isNone()) return;
+        if (item.isTensor()) add(item.toTensor(), is_written);
       }
     }
   }
 
-  void add(const at::Tensor& tensor, bool written) {
+  void add(const at::Tensor& tensor, bool is_written) {
     Watch* const watch = watch_of(tensor);
     if (watch == nullptr) return;
     if (watch->watcher == nullptr) {
@@ -115,22 +108,17 @@ class Uses {
           "a parameter is used whose FullyShardedDataParallel is gone: its values lie in shards",
           "keep the FullyShardedDataParallel for as long as its module is used");
     }
-    if (watcher_ != nullptr && watcher_ != watch->watcher) {
+    if (watcher != nullptr && watcher != watch->watcher) {
       throw UsageError(
           "an operation takes parameters of two FullyShardedDataParallel modules at once",
           "clone one of them first, or shard both modules as one");
     }
-    watcher_ = watch->watcher;
-    if (watch->converts) dtype_ = watch->dtype;
-    if (std::find(memories_.begin(), memories_.end(), watch->index) == memories_.end())
-      memories_.push_back(watch->index);
-    if (written) written_ = watch->index;
+    watcher = watch->watcher;
+    if (watch->converts) dtype = watch->dtype;
+    if (std::find(memories.begin(), memories.end(), watch->index) == memories.end())
+      memories.push_back(watch->index);
+    if (is_written) written = watch->index;
   }
-
-  MemoryWatcher* watcher_ = nullptr;
-  std::vector<size_t> memories_;
-  std::optional<size_t> written_;
-  std::optional<at::ScalarType> dtype_;
 };
 
 /// What the module computes in is what its parameters are in.
@@ -150,17 +138,16 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
                  torch::jit::Stack* stack) {
   const Uses uses(operation, *stack);
   const c10::impl::ExcludeDispatchKeyGuard unwatched(kKey);
-  MemoryWatcher* const watcher = uses.watcher();
-  if (watcher == nullptr) return operation.callBoxed(stack);
-  if (uses.written() && !leaves_values(operation))
-    watcher->before_write(*uses.written(), operation.operator_name().name);
+  if (uses.watcher == nullptr) return operation.callBoxed(stack);
+  if (uses.written && !leaves_values(operation))
+    uses.watcher->before_write(*uses.written, operation.operator_name().name);
   struct After {
     MemoryWatcher& watcher;
     ~After() { watcher.after_use(); }
   };
-  watcher->before_use(uses.memories());
-  const After after{*watcher};
-  if (uses.dtype()) convert(operation, *stack, *uses.dtype());
+  uses.watcher->before_use(uses.memories);
+  const After after{*uses.watcher};
+  if (uses.dtype) convert(operation, *stack, *uses.dtype);
   operation.callBoxed(stack);
 }
 
