@@ -45,15 +45,12 @@ Join::Join(std::vector<std::reference_wrapper<Joinable>> joinables, const JoinOp
       throw UsageError("Join: what is joined has different process groups");
     hooks_.push_back(joinable.join_hook(options_));
   }
-  for (Joinable& joinable : joinables_) {
-    joinable.enabled_ = options_.enable;
-    joinable.throws_ = options_.throw_on_early_termination;
-    joinable.first_ = &joinable == &joinables_.front().get();
-  }
+  if (!options_.enable) return;
+  for (Joinable& joinable : joinables_) joinable.join_ = this;
 }
 
 Join::~Join() {
-  for (Joinable& joinable : joinables_) joinable.enabled_ = joinable.first_ = false;
+  for (Joinable& joinable : joinables_) joinable.join_ = nullptr;
 }
 
 void Join::run(const std::function<void()>& inputs) {
@@ -73,11 +70,12 @@ void Join::run(const std::function<void()>& inputs) {
 }
 
 std::optional<ActiveRanks> Join::notify_join_context(Joinable& joinable) {
-  if (!joinable.enabled_ || !joinable.first_) return std::nullopt;
+  const Join* const join = joinable.join_;
+  if (!join || &joinable != &join->joinables_.front().get()) return std::nullopt;
   const ProcessGroup& group = joinable.join_process_group();
   at::Tensor ones = number(group, 1);
   Work work = group.all_reduce_async(ones);
-  if (joinable.throws_ && count_of(group, 0) > 0)
+  if (join->options_.throw_on_early_termination && count_of(group, 0) > 0)
     throw MismatchError(who(group) + "another rank has no inputs left", kHint);
   return ActiveRanks(std::move(work), std::move(ones));
 }

@@ -53,13 +53,11 @@ class Joinable {
   virtual std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) = 0;
   virtual const ProcessGroup& join_process_group() const = 0;
   /// Whether a Join that is enabled has this now.
-  bool joins() const { return enabled_; }
+  bool joins() const { return join_ != nullptr; }
 
  private:
   friend class Join;
-  bool enabled_ = false;
-  bool throws_ = false;
-  bool first_ = false;  ///< The one of a Join that tells of the iteration.
+  const class Join* join_ = nullptr;
 };
 
 /// torch.distributed.algorithms.Join: training on inputs of which ranks have different numbers. A
