@@ -54,13 +54,6 @@ std::vector<int64_t> node_sizes(const ShardRange& range) {
   return sizes;
 }
 
-DdpOptions core_options() {
-  DdpOptions options;
-  options.broadcast_buffers = false;
-  options.init_sync = false;
-  return options;
-}
-
 }  // namespace
 
 ShardRange shards_of_rank(int64_t shards, int rank, int ranks) {
@@ -103,7 +96,8 @@ class LogicalShards::Impl {
         tree_([this](FlatViews& left, FlatViews& right) { join(left, right); }) {
     start_alike();
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
-      core_ = detail::make_ddp_core(module, group_, core_options(), {}, kWhat);
+      core_ = detail::make_ddp_core(
+          module, group_, {.broadcast_buffers = false, .init_sync = false}, {}, kWhat);
     find_pieces();
   }
 
