@@ -19,12 +19,6 @@ namespace {
 
 constexpr const char* kName = "FullyShardedDataParallel";
 
-bool has_deferred(const ModuleState& state) {
-  const auto deferred = [](const NamedTensor& item) { return is_deferred(item.tensor); };
-  return std::any_of(state.parameters.begin(), state.parameters.end(), deferred) ||
-         std::any_of(state.buffers.begin(), state.buffers.end(), deferred);
-}
-
 /// Where the first parameter is that has memory.
 c10::Device device_of(const ModuleState& state) {
   for (const NamedTensor& item : state.parameters)
@@ -72,7 +66,7 @@ class Fsdp final : public FsdpCore {
         lay_out(plan_units(*module_, options.units, options.min_unit_elements), *module_,
                 group.size()),
         group, options, device.value_or(device_of(state)));
-    if (has_deferred(state)) initialise(syncs);
+    initialise(state, syncs);
     parameters_->adopt_module();
     for (const NamedTensor& item : state.buffers) buffers_.push_back(item.tensor);
     broadcasts_buffers_ = options.broadcast_buffers && group.size() > 1;
@@ -208,23 +202,16 @@ class Fsdp final : public FsdpCore {
   }
 
   /// Runs what deferred_init has noted, and keeps rank 0's values.
-  void initialise(bool syncs) {
+  void initialise(const ModuleState& state, bool syncs) {
     run_deferred(*module_, [&](const at::Tensor& deferred, const at::Tensor& made) {
       at::Tensor values = made.contiguous();
       if (syncs) parameters_->group().broadcast(values, 0);
       values = values.to(parameters_->device());
-      if (is_parameter(deferred)) return parameters_->set_values(deferred, values);
+      const auto is_it = [&](const NamedTensor& item) { return item.tensor.is_same(deferred); };
+      if (std::ranges::any_of(state.parameters, is_it))
+        return parameters_->set_values(deferred, values);
       deferred.unsafeGetTensorImpl()->shallow_copy_from(values.clone().getIntrusivePtr());
     });
-  }
-
-  bool is_parameter(const at::Tensor& tensor) const {
-    for (const FlatUnit& unit : parameters_->units()) {
-      for (const FlatParameter& parameter : unit.parameters) {
-        if (parameter.tensor.is_same(tensor)) return true;
-      }
-    }
-    return false;
   }
 
   void make_shards() {
