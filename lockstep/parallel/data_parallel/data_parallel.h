@@ -58,13 +58,22 @@ class ReplicaSet {
   /// and its training modes. With `link` backward goes on from the replicas' parameters to the
   /// module's, where it adds the replicas' gradients in their order.
   void refresh(size_t count, bool link);
-  const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const;
+  const std::vector<std::shared_ptr<torch::nn::Module>>& replicas() const { return replicas_; }
   /// Tensors of replicas into which values were copied, so far.
-  int64_t copies() const;
+  int64_t copies() const { return copies_; }
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  struct Row;
+  void find_rows();
+  void refresh_tensors(size_t count);
+  void mirror_modes(size_t count);
+  void link_parameters(size_t count);
+
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<std::shared_ptr<torch::nn::Module>> replicas_;
+  std::vector<Row> rows_;
+  std::vector<at::Tensor> parameters_;  ///< Each once.
+  int64_t copies_ = 0;
 };
 
 }  // namespace detail

@@ -90,13 +90,6 @@ struct Own {
   int64_t own_version = 0;
 };
 
-struct Row {
-  at::Tensor source;
-  bool is_buffer = false;
-  size_t parameter = 0;  ///< Which of the parameters, each counted once. None of a buffer.
-  std::vector<Own> own;  ///< By replica.
-};
-
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
@@ -170,90 +163,87 @@ std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::
   return copy;
 }
 
-struct ReplicaSet::Impl {
-  std::shared_ptr<Module> module;
-  std::vector<std::shared_ptr<Module>> replicas;
-  std::vector<Row> rows;
-  std::vector<at::Tensor> parameters;  ///< Each once.
-  int64_t copies = 0;
-
-  void find_rows() {
-    std::unordered_map<const c10::TensorImpl*, size_t> known;
-    const size_t named_parameters = module->named_parameters().size();
-    for (const auto& [name, tensor] : named_tensors(*module)) {
-      const bool is_buffer = rows.size() >= named_parameters;
-      Row row{.source = tensor, .is_buffer = is_buffer, .parameter = 0, .own = {}};
-      if (!is_buffer) {
-        const auto [place, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), parameters.size());
-        if (is_new) parameters.push_back(tensor);
-        row.parameter = place->second;
-      }
-      rows.push_back(std::move(row));
-    }
-    for (const auto& replica : replicas) {
-      size_t next = 0;
-      for (const auto& [name, tensor] : named_tensors(*replica)) {
-        // A replica's parameters are no leaves: they need a gradient when they are linked.
-        tensor.requires_grad_(false);
-        rows[next++].own.push_back({.tensor = tensor});
-      }
-    }
-  }
-
-  void refresh_tensors(size_t count) {
-    const c10::AutoGradMode no_grad(false);
-    for (Row& row : rows) {
-      for (size_t i = 0; i < count; ++i) {
-        Own& own = row.own[i];
-        if (own.tensor.grad_fn()) autograd::impl::set_gradient_edge(own.tensor, {});
-        const bool here = own.tensor.device() == row.source.device();
-        if (here && (!row.is_buffer || i == 0)) {
-          share(own, row.source);
-        } else {
-          copies +=
-              bring_over(own, row.source, row.is_buffer && row.source.nbytes() <= kSmallBuffer);
-        }
-      }
-    }
-  }
-
-  void mirror_modes(size_t count) {
-    const auto from = module->modules();
-    for (size_t i = 0; i < count; ++i) {
-      const auto to = replicas[i]->modules();
-      for (size_t m = 0; m < std::min(from.size(), to.size()); ++m) {
-        if (to[m]->is_training() != from[m]->is_training()) to[m]->train(from[m]->is_training());
-      }
-    }
-  }
-
-  void link_parameters(size_t count) {
-    std::vector<at::Tensor> wanted;
-    std::vector<size_t> place(parameters.size());  ///< In `wanted`, from 1; 0: frozen.
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      if (!parameters[p].requires_grad()) continue;
-      wanted.push_back(parameters[p]);
-      place[p] = wanted.size();
-    }
-    if (wanted.empty()) return;
-    const auto copies_of = Replicate::apply(static_cast<int64_t>(count), at::TensorList(wanted));
-    for (Row& row : rows) {
-      if (row.is_buffer || place[row.parameter] == 0) continue;
-      for (size_t i = 0; i < count; ++i) {
-        const at::Tensor& stands_for = copies_of[i * wanted.size() + place[row.parameter] - 1];
-        autograd::impl::set_gradient_edge(row.own[i].tensor,
-                                          autograd::impl::gradient_edge(stands_for));
-      }
-    }
-  }
+struct ReplicaSet::Row {
+  at::Tensor source;
+  bool is_buffer = false;
+  size_t parameter = 0;  ///< Which of the parameters, each counted once. None of a buffer.
+  std::vector<Own> own;  ///< By replica.
 };
+
+void ReplicaSet::find_rows() {
+  std::unordered_map<const c10::TensorImpl*, size_t> known;
+  const size_t named_parameters = module_->named_parameters().size();
+  for (const auto& [name, tensor] : named_tensors(*module_)) {
+    const bool is_buffer = rows_.size() >= named_parameters;
+    Row row{.source = tensor, .is_buffer = is_buffer, .parameter = 0, .own = {}};
+    if (!is_buffer) {
+      const auto [place, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), parameters_.size());
+      if (is_new) parameters_.push_back(tensor);
+      row.parameter = place->second;
+    }
+    rows_.push_back(std::move(row));
+  }
+  for (const auto& replica : replicas_) {
+    size_t next = 0;
+    for (const auto& [name, tensor] : named_tensors(*replica)) {
+      // A replica's parameters are no leaves: they need a gradient when they are linked.
+      tensor.requires_grad_(false);
+      rows_[next++].own.push_back({.tensor = tensor});
+    }
+  }
+}
+
+void ReplicaSet::refresh_tensors(size_t count) {
+  const c10::AutoGradMode no_grad(false);
+  for (Row& row : rows_) {
+    for (size_t i = 0; i < count; ++i) {
+      Own& own = row.own[i];
+      if (own.tensor.grad_fn()) autograd::impl::set_gradient_edge(own.tensor, {});
+      const bool here = own.tensor.device() == row.source.device();
+      if (here && (!row.is_buffer || i == 0)) {
+        share(own, row.source);
+      } else {
+        copies_ +=
+            bring_over(own, row.source, row.is_buffer && row.source.nbytes() <= kSmallBuffer);
+      }
+    }
+  }
+}
+
+void ReplicaSet::mirror_modes(size_t count) {
+  const auto from = module_->modules();
+  for (size_t i = 0; i < count; ++i) {
+    const auto to = replicas_[i]->modules();
+    for (size_t m = 0; m < std::min(from.size(), to.size()); ++m) {
+      if (to[m]->is_training() != from[m]->is_training()) to[m]->train(from[m]->is_training());
+    }
+  }
+}
+
+void ReplicaSet::link_parameters(size_t count) {
+  std::vector<at::Tensor> wanted;
+  std::vector<size_t> place(parameters_.size());  ///< In `wanted`, from 1; 0: frozen.
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (!parameters_[p].requires_grad()) continue;
+    wanted.push_back(parameters_[p]);
+    place[p] = wanted.size();
+  }
+  if (wanted.empty()) return;
+  const auto copies_of = Replicate::apply(static_cast<int64_t>(count), at::TensorList(wanted));
+  for (Row& row : rows_) {
+    if (row.is_buffer || place[row.parameter] == 0) continue;
+    for (size_t i = 0; i < count; ++i) {
+      const at::Tensor& stands_for = copies_of[i * wanted.size() + place[row.parameter] - 1];
+      autograd::impl::set_gradient_edge(row.own[i].tensor,
+                                        autograd::impl::gradient_edge(stands_for));
+    }
+  }
+}
 
 ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
                        std::vector<std::shared_ptr<Module>> replicas)
-    : impl_(std::make_unique<Impl>()) {
-  impl_->module = std::move(module);
-  impl_->replicas = std::move(replicas);
-  impl_->find_rows();
+    : module_(std::move(module)), replicas_(std::move(replicas)) {
+  find_rows();
 }
 
 ReplicaSet::~ReplicaSet() = default;
@@ -261,17 +251,9 @@ ReplicaSet::ReplicaSet(ReplicaSet&&) noexcept = default;
 ReplicaSet& ReplicaSet::operator=(ReplicaSet&&) noexcept = default;
 
 void ReplicaSet::refresh(size_t count, bool link) {
-  impl_->refresh_tensors(count);
-  impl_->mirror_modes(count);
-  if (link) impl_->link_parameters(count);
-}
-
-const std::vector<std::shared_ptr<Module>>& ReplicaSet::replicas() const {
-  return impl_->replicas;
-}
-
-int64_t ReplicaSet::copies() const {
-  return impl_->copies;
+  refresh_tensors(count);
+  mirror_modes(count);
+  if (link) link_parameters(count);
 }
 
 std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor,
