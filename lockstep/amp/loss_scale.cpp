@@ -8,7 +8,6 @@
 #include <string>
 
 #include "lockstep/base/error.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 
 namespace lockstep::detail {

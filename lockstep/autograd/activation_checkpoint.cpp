@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <algorithm>
-#include <memory>
 #include <mutex>
 #include <utility>
 

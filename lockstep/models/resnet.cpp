@@ -1,7 +1,6 @@
 #include "lockstep/models/resnet.h"
 
 #include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
 #include <torch/nn/init.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/container/sequential.h>

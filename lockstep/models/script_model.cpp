@@ -6,8 +6,6 @@
 
 #include <filesystem>
 #include <sstream>
-#include <utility>
-#include <vector>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"

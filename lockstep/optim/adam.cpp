@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "lockstep/base/error.h"
-#include "lockstep/optim/clip.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 

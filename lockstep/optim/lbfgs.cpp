@@ -1,7 +1,6 @@
 #include <ATen/Functions.h>
 #include <torch/optim/lbfgs.h>
 
-#include <algorithm>
 #include <deque>
 #include <map>
 #include <memory>

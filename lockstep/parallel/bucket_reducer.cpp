@@ -1,13 +1,7 @@
 // Our own reducer: what c10d::Reducer does for dense gradients on the CPU, with the same buckets
 // and the same bits, without what it spends a step on timers, futures and views that it makes anew.
-#include <ATen/Parallel.h>
-#include <ATen/TensorUtils.h>
-#include <ATen/ops/div.h>
-#include <ATen/ops/mul.h>
-#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 
-#include <algorithm>
 #include <numeric>
 #include <utility>
 

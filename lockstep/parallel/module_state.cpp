@@ -12,7 +12,6 @@
 #include <unordered_set>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 
 namespace lockstep::detail {
 namespace {

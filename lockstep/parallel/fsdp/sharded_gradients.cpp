@@ -10,7 +10,6 @@
 #include "lockstep/autograd/backward_hook.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/text.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/scaled_copy.h"
 #include "lockstep/parallel/whole_model.h"

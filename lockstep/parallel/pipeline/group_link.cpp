@@ -7,7 +7,6 @@
 #include <array>
 #include <deque>
 #include <map>
-#include <optional>
 #include <set>
 #include <utility>
 #include <vector>

@@ -1,11 +1,8 @@
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 
 #include <ATen/Functions.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
-#include <c10/core/Device.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cmath>

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "lockstep/base/error.h"
-#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 
 namespace lockstep {

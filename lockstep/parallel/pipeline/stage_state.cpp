@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <set>
 #include <unordered_map>
-#include <utility>
 
 #include "lockstep/base/error.h"
 

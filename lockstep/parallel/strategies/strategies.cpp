@@ -1,7 +1,5 @@
 #include "lockstep/parallel/strategies/strategies.h"
 
-#include <functional>
-
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"

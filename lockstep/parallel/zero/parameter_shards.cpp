@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <numeric>
 
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/module_state.h"

@@ -2,9 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cstdint>
