@@ -161,7 +161,7 @@ void LocalPipeline::run_batch(const BatchWork& work) {
   if (work.target.defined()) {
     on_last.target = work.target.to(impl_->devices.back());
   }
-  const detail::MicroBatches batches = detail::cut_batch(on_last, impl_->schedule);
+  const detail::MicroBatches batches(on_last, impl_->schedule);
   const PipelineSchedule schedule = detail::schedule_for(batches, impl_->schedule);
   const c10::AutoGradMode with_grad(true);
   impl_->on_all([&](size_t at) { impl_->runners[at]->run(schedule, batches); });

@@ -13,7 +13,9 @@ namespace lockstep::detail {
 /// A batch in parts along dimension 0. Valid while the BatchWork that it was cut from is.
 class MicroBatches {
  public:
-  MicroBatches(const BatchWork& work, std::vector<int64_t> sizes);
+  /// As many parts as `schedule` has micro-batches, or fewer where the batch has fewer samples.
+  /// Throws UsageError for a work without input, target or criterion.
+  MicroBatches(const BatchWork& work, const PipelineSchedule& schedule);
   int size() const { return static_cast<int>(inputs_.size()); }
   const std::vector<at::Tensor>& inputs() const { return inputs_; }
   /// The part's share of the batch's mean.
@@ -21,14 +23,10 @@ class MicroBatches {
 
  private:
   const BatchWork& work_;
-  bool even_;
   std::vector<at::Tensor> inputs_;
   std::vector<at::Tensor> targets_;
 };
 
-/// As many parts as `schedule` has micro-batches, or fewer where the batch has fewer samples.
-/// Throws UsageError for a work without input, target or criterion.
-MicroBatches cut_batch(const BatchWork& work, const PipelineSchedule& schedule);
 /// The same schedule for as many micro-batches as there are.
 PipelineSchedule schedule_for(const MicroBatches& batches, const PipelineSchedule& schedule);
 

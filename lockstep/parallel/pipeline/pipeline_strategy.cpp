@@ -302,7 +302,7 @@ class PipelineStrategy final : public detail::SpreadStrategy {
   }
 
   void run_batch(const BatchWork& work) override {
-    const detail::MicroBatches batches = detail::cut_batch(work, schedule_);
+    const detail::MicroBatches batches(work, schedule_);
     exchange_.begin();
     // A smaller batch at the end of an epoch may have fewer micro-batches.
     batches.size() == schedule_.num_micro_batches
