@@ -92,19 +92,14 @@ class Stage {
     if (!options_.recompute_activations) root_of(micro_batch);
   }
   /// `gradient` is that of the output; undefined on the last stage. Gives the input's gradient,
-  /// undefined when nobody wants it.
-  at::Tensor backward(int micro_batch, const at::Tensor& gradient) {
+  /// undefined when nobody wants it. `halved`: `backward_weight` does the rest.
+  at::Tensor backward(int micro_batch, const at::Tensor& gradient, bool halved) {
     const at::Tensor root = root_of(micro_batch);
     Kept& kept = this->kept(micro_batch);
-    if (root.requires_grad()) lockstep::backward(root, gradient);
-    kept.output = at::Tensor();
-    return input_gradient(kept);
-  }
-  /// The same in two halves.
-  at::Tensor backward_input(int micro_batch, const at::Tensor& gradient) {
-    const at::Tensor root = root_of(micro_batch);
-    Kept& kept = this->kept(micro_batch);
-    if (root.requires_grad()) kept.split.emplace(root, gradient, kept.input);
+    if (root.requires_grad()) {
+      halved ? static_cast<void>(kept.split.emplace(root, gradient, kept.input))
+             : lockstep::backward(root, gradient);
+    }
     kept.output = at::Tensor();
     return input_gradient(kept);
   }
@@ -216,11 +211,9 @@ void ScheduleRunner::perform(const PipelineAction& action) {
     case PipelineOp::backward_input: {
       const at::Tensor gradient =
           is_last(stage) ? at::Tensor() : take({Parcel::gradient, stage, i});
-      Stage& here = stage_of(stage);
-      const at::Tensor result = action.op == PipelineOp::backward
-                                    ? here.backward(i, gradient)
-                                    : here.backward_input(i, gradient);
-      if (stage > 0) give(to_before, result);
+      const at::Tensor result =
+          stage_of(stage).backward(i, gradient, action.op == PipelineOp::backward_input);
+      if (stage > 0) here_[to_before] = result;
       return;
     }
     case PipelineOp::backward_weight:
@@ -246,11 +239,7 @@ void ScheduleRunner::forward(const PipelineAction& action) {
                          ? batches_->inputs().at(static_cast<size_t>(i)).to(here.device()).detach()
                          : take({Parcel::activation, stage, i});
   if (is_last(stage)) return here.forward_with_loss(i, std::move(input), *batches_);
-  give({Parcel::activation, stage + 1, i}, here.forward(i, std::move(input)));
-}
-
-void ScheduleRunner::give(const ParcelId& id, const at::Tensor& tensor) {
-  here_[id] = tensor;
+  here_[{Parcel::activation, stage + 1, i}] = here.forward(i, std::move(input));
 }
 
 at::Tensor ScheduleRunner::take(const ParcelId& id) {

@@ -47,7 +47,6 @@ class ScheduleRunner {
   bool is_here(int stage) const { return stage % num_ranks_ == rank_; }
   bool is_last(int stage) const { return stage == num_stages_ - 1; }
   at::Tensor take(const ParcelId& id);
-  void give(const ParcelId& id, const at::Tensor& tensor);
   void perform(const PipelineAction& action);
   void forward(const PipelineAction& action);
 
