@@ -2,6 +2,7 @@
 // and the same bits, without what it spends a step on timers, futures and views that it makes anew.
 #include <c10/core/GradMode.h>
 
+#include <nlohmann/json.hpp>
 #include <numeric>
 #include <utility>
 
@@ -31,7 +32,9 @@ class BucketReducer : public GradientReducer {
 
   void before_forward(bool) override {
     if (rebuilt_ || order_.size() != parameters_.size()) return;
-    make_buckets(agree_on_layout(layout_by_arrival(parameters_, order_, options_), group_));
+    // Rank 0's, for all.
+    const BucketLayout layout = layout_by_arrival(parameters_, order_, options_);
+    make_buckets(group_.broadcast_object(layout, 0).get<BucketLayout>());
     rebuilt_ = true;
     order_ = {};
   }

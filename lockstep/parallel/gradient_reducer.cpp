@@ -1,6 +1,5 @@
 #include "lockstep/parallel/gradient_reducer.h"
 
-#include <ATen/ops/empty.h>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
@@ -81,27 +80,6 @@ BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
   const std::vector<int64_t> indices(order.begin(), order.end());
   return std::get<0>(c10d::compute_bucket_assignment_by_size(
       tensors, limits_of(options), std::vector<bool>(parameters.size(), false), indices));
-}
-
-BucketLayout agree_on_layout(const BucketLayout& layout, const ProcessGroup& group) {
-  std::vector<int32_t> indices;
-  for (const auto& bucket : layout) indices.insert(indices.end(), bucket.begin(), bucket.end());
-  const auto count = static_cast<int64_t>(indices.size());
-  at::Tensor flat = at::empty({count + 1}, at::kInt);
-  auto* values = flat.mutable_data_ptr<int32_t>();
-  std::copy(indices.begin(), indices.end(), values);
-  values[count] = static_cast<int32_t>(layout.size());
-  group.broadcast(flat, 0);
-  at::Tensor sizes = at::empty({values[count]}, at::kInt);
-  auto* size_values = sizes.mutable_data_ptr<int32_t>();
-  for (int64_t i = 0; i < sizes.numel(); ++i)
-    size_values[i] =
-        static_cast<size_t>(i) < layout.size() ? static_cast<int32_t>(layout[i].size()) : 0;
-  group.broadcast(sizes, 0);
-  BucketLayout agreed;
-  for (int64_t i = 0, at = 0; i < sizes.numel(); at += size_values[i++])
-    agreed.emplace_back(values + at, values + at + size_values[i]);
-  return agreed;
 }
 
 }  // namespace lockstep::detail

@@ -80,9 +80,6 @@ BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
 BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
                                const std::vector<size_t>& order, const DdpOptions& options);
 
-/// Rank 0's layout, for all. The messages are those of c10d's reducer. A collective.
-BucketLayout agree_on_layout(const BucketLayout& layout, const ProcessGroup& group);
-
 /// Bytes of the options' caps. The first is at most the other.
 struct BucketCaps {
   int64_t first;
