@@ -26,12 +26,6 @@ std::string joined(const std::string& prefix, const std::string& name) {
   return prefix.empty() ? name : prefix + "." + name;
 }
 
-int64_t elements_of(const Module& module) {
-  int64_t elements = 0;
-  for (const at::Tensor& parameter : module.parameters()) elements += parameter.numel();
-  return elements;
-}
-
 /// Whether the children are named 0, 1, 2 and so on, as those of Sequential and ModuleList are.
 bool has_numbered_children(const Module& module) {
   size_t next = 0;
@@ -48,7 +42,9 @@ bool is_list(const Module& module) {
 }
 
 bool is_big(const Module& module, int64_t min_elements) {
-  return elements_of(module) >= min_elements;
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : module.parameters()) elements += parameter.numel();
+  return elements >= min_elements;
 }
 
 /// Whether a list in it, or itself, holds two big modules or more.

@@ -28,10 +28,6 @@ bool same_storage(const at::Tensor& a, const at::Tensor& b) {
   return impl_of(a) == impl_of(b);
 }
 
-int64_t line_up(int64_t bytes) {
-  return (bytes + 63) / 64 * 64;
-}
-
 }  // namespace
 
 ShardedParameters::ShardedParameters(std::vector<FlatUnit> units, const ProcessGroup& group,
@@ -52,7 +48,7 @@ at::ScalarType ShardedParameters::whole_dtype(size_t unit) const {
 
 int64_t ShardedParameters::whole_bytes(size_t unit) const {
   const auto item = static_cast<int64_t>(c10::elementSize(whole_dtype(unit)));
-  return line_up(units_[unit].shard_size * group_.size() * item);
+  return (units_[unit].shard_size * group_.size() * item + 63) / 64 * 64;
 }
 
 /// A group of one has no need of a memory in common: its shards are the whole.

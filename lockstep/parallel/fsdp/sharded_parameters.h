@@ -22,7 +22,8 @@ class UseOrder {
  public:
   /// A new round begins.
   void begin() {
-    finish();
+    const bool is_start_of_before = follows_ && now_.size() <= before_.size();
+    if (!is_start_of_before) before_ = now_;
     now_.clear();
     follows_ = true;
   }
@@ -38,11 +39,6 @@ class UseOrder {
   }
 
  private:
-  void finish() {
-    const bool is_start_of_before = follows_ && now_.size() <= before_.size();
-    if (!is_start_of_before) before_ = now_;
-  }
-
   std::vector<size_t> before_;
   std::vector<size_t> now_;
   bool follows_ = true;  ///< So far this round is the one before.

@@ -20,10 +20,6 @@ int64_t numbers_kept(const std::string& optimizer, const OptimizerOptions& optio
   throw UsageError(unknown_word("optimizer", optimizer, optimizer_names()));
 }
 
-int64_t share(int64_t elements, int ranks) {
-  return (elements + ranks - 1) / ranks;
-}
-
 /// What of the model each rank keeps.
 struct Kept {
   bool parameters, gradients;  ///< A share; else all.
@@ -56,7 +52,8 @@ MemoryAnswer estimate_memory(const std::string& strategy, const MemoryQuestion& 
                          "vector, of which a rank has a part only",
                      "ask for strategy ddp, or another optimizer");
   const auto of = [&](bool shared, int64_t elements) {
-    return (shared ? share(elements, question.ranks) : elements) * question.element_bytes;
+    const int64_t ranks = shared ? question.ranks : 1;
+    return (elements + ranks - 1) / ranks * question.element_bytes;
   };
   MemoryAnswer answer;
   answer.state.parameters = of(kept.parameters, question.elements + question.frozen_elements);
