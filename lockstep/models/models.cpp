@@ -111,8 +111,8 @@ class Perceptron : public Model {
   Perceptron(const char* name, const std::vector<int64_t>& widths) : Model(name), label_(name) {
     auto children = register_module("layers", std::make_shared<nn::Module>("layers"));
     for (size_t i = 0; i + 1 < widths.size(); ++i) {
-      layers_.push_back(children->register_module(std::to_string(2 * i),
-                                                  nn::Linear(widths[i], widths[i + 1])));
+      layers_.push_back(
+          children->register_module(std::to_string(2 * i), nn::Linear(widths[i], widths[i + 1])));
     }
   }
 

@@ -23,8 +23,8 @@ nn::Conv2d make_conv(int64_t in, int64_t out, int64_t size, int64_t stride) {
 
 class BasicBlock : public nn::Module {
  public:
-  /// `downsample`: where a block halves the image, it brings the input to the same size. torchvision
-  /// draws its values before those of the block.
+  /// `downsample`: where a block halves the image, it brings the input to the same size.
+  /// torchvision draws its values before those of the block.
   BasicBlock(int64_t in, int64_t out, int64_t stride, nn::Sequential downsample)
       : conv1_(register_module("conv1", make_conv(in, out, 3, stride))),
         bn1_(register_module("bn1", nn::BatchNorm2d(out))),

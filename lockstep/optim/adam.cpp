@@ -50,8 +50,7 @@ class FusedAdam : public Optimizer {
         eps_(options.eps.value_or(1e-8)),
         weight_decay_(options.weight_decay.value_or(name_ == "adamw" ? 0.01 : 0)),
         amsgrad_(options.amsgrad) {
-    for (auto& members : by_kind(parameters_))
-      groups_.emplace_back().members = std::move(members);
+    for (auto& members : by_kind(parameters_)) groups_.emplace_back().members = std::move(members);
   }
 
   /// Throws UsageError for a sparse gradient, as torch::optim does.

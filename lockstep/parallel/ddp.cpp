@@ -380,8 +380,8 @@ class Ddp final : public DdpCore, GradientTracker {
   const size_t all_parameters_;            ///< Of the module, when it was wrapped.
   std::vector<at::Tensor> buffers_;        ///< Those that are broadcast before a forward.
   int64_t iterations_ = 0;
-  int64_t steps_ = 0;   ///< That average gradients.
-  const bool fixed_;    ///< The reducer is the caller's own.
+  int64_t steps_ = 0;  ///< That average gradients.
+  const bool fixed_;   ///< The reducer is the caller's own.
   const DdpOptions options_;
   bool forwarded_ = false;      ///< One has.
   int64_t awaited_ = 0;         ///< Forwards whose backward is to average, and has not.

@@ -96,8 +96,8 @@ class LogicalShards::Impl {
         tree_([this](FlatViews& left, FlatViews& right) { join(left, right); }) {
     start_alike();
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
-      core_ = detail::make_ddp_core(
-          module, group_, {.broadcast_buffers = false, .init_sync = false}, {}, kWhat);
+      core_ = detail::make_ddp_core(module, group_,
+                                    {.broadcast_buffers = false, .init_sync = false}, {}, kWhat);
     find_pieces();
   }
 
@@ -338,8 +338,8 @@ class LogicalShards::Impl {
   PieceTree tree_;
   FlatViews total_;               ///< Whose views are gradients until the next step.
   std::vector<FlatViews> spare_;  ///< Memory for further shards.
-  int64_t shard_ = -1;             ///< The one that runs, or ran last.
-  bool within_shard_ = false;      ///< More batches of it are to come.
+  int64_t shard_ = -1;            ///< The one that runs, or ran last.
+  bool within_shard_ = false;     ///< More batches of it are to come.
 };
 
 LogicalShards::LogicalShards(torch::nn::Module& module, const ProcessGroup& group, int64_t count,

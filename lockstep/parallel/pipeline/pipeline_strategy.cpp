@@ -264,7 +264,7 @@ class GradientExchange {
   ProcessGroup pipeline_;
   ProcessGroup data_parallel_;
   bool summed_ = false;  ///< Tied parameters' gradients are the sums of all their stages.
-  FlatViews flat_;  ///< The parameters' gradients, where the group sums without copies.
+  FlatViews flat_;       ///< The parameters' gradients, where the group sums without copies.
   std::vector<at::Tensor> laid_out_;
 };
 

@@ -71,8 +71,7 @@ std::vector<size_t> trained_of(const std::vector<at::Tensor>& parameters, const 
 }
 
 ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
-                                   const ProcessGroup& group, std::string what,
-                                   bool small_buckets)
+                                   const ProcessGroup& group, std::string what, bool small_buckets)
     : what_(std::move(what)),
       shards_(make_shards(std::move(parameters), make, group, what_, small_buckets)),
       optimizer_(make(shards_.parts())) {

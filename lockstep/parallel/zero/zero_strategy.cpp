@@ -52,9 +52,7 @@ class ShardReducer : public detail::GradientReducer {
   ShardReducer(detail::ShardedOptimizer& optimizer,
                const std::vector<detail::ReducedParameter>& parameters, std::string what,
                std::optional<at::ScalarType> dtype)
-      : optimizer_(optimizer),
-        what_(std::move(what)),
-        dtype_(dtype) {
+      : optimizer_(optimizer), what_(std::move(what)), dtype_(dtype) {
     const detail::ParameterShards& shards = optimizer_.shards();
     names_.resize(shards.parameters().size());
     cuts_.resize(names_.size());
