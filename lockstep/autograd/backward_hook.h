@@ -25,6 +25,10 @@ void after_backward(std::function<void()> callback);
 /// of the outermost. For hooks.
 int64_t current_backward();
 
+/// Whether the backward that runs on this thread keeps its graph for another one, as our own walk
+/// does not. For hooks.
+bool keeps_graph();
+
 /// While it lives, a backward that a node runs on this thread is a part of that node's own.
 class NestedBackward {
  public:

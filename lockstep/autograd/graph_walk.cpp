@@ -319,6 +319,11 @@ int64_t current_backward() {
                               : torch::autograd::get_current_graph_task_id();
 }
 
+bool keeps_graph() {
+  return torch::autograd::get_current_graph_task_id() != -1 &&
+         torch::autograd::get_current_graph_task_keep_graph();
+}
+
 NestedBackward::NestedBackward() : number_(current_backward()), outer_(detail::nested) {
   detail::nested = this;
 }

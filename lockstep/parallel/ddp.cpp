@@ -2,7 +2,6 @@
 
 #include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -37,12 +36,6 @@ void check_values(const ModuleState& state, const std::string& what) {
   };
   for (const NamedTensor& item : state.parameters) check("parameter", item);
   for (const NamedTensor& item : state.buffers) check("buffer", item);
-}
-
-/// A backward with retain_graph does not use its forward up.
-bool keeps_graph() {
-  return torch::autograd::get_current_graph_task_id() != -1 &&
-         torch::autograd::get_current_graph_task_keep_graph();
 }
 
 /// What a reducer builds upon.
@@ -385,7 +378,7 @@ class Ddp final : public DdpCore, GradientTracker {
   const DdpOptions options_;
   bool forwarded_ = false;      ///< One has.
   int64_t awaited_ = 0;         ///< Forwards whose backward is to average, and has not.
-  bool graph_is_kept_ = false;  ///< By the backward of this round.
+  bool graph_is_kept_ = false;  ///< By this round's backward, which uses no forward up then.
   bool sync_buffers_ = true;
   bool all_frozen_ = false;      ///< At the last forward, as a GAN's discriminator is at times.
   bool divides_by_size_ = true;  ///< Also while some ranks have no inputs left.

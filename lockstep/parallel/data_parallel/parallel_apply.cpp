@@ -10,13 +10,14 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
 #include <thread>
+
+#include "lockstep/autograd/backward_hook.h"
 
 namespace lockstep::detail {
 namespace {
@@ -33,13 +34,6 @@ struct Graphs : torch::CustomClassHolder {
   std::vector<GraphPart> parts;  ///< By replica.
   bool kept = false;             ///< Gradients of gradients come by once more.
 };
-
-/// Whether the graph is kept for another backward. Our own walk of the graph, which is no task of
-/// the engine, keeps none.
-bool graph_is_kept() {
-  return c10::GradMode::is_enabled() || (autograd::get_current_graph_task_id() != -1 &&
-                                         autograd::get_current_graph_task_keep_graph());
-}
 
 /// From all replicas' starts to all replicas' outputs, replica after replica.
 class JoinedGraphs : public autograd::Function<JoinedGraphs> {
@@ -60,7 +54,7 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
     auto& graphs = static_cast<Graphs&>(*holder);
     const bool create = c10::GradMode::is_enabled();
     graphs.kept = graphs.kept || create;
-    const bool keep = graphs.kept || graph_is_kept();
+    const bool keep = graphs.kept || keeps_graph();
     std::vector<size_t> first(graphs.parts.size());
     for (size_t i = 1; i < first.size(); ++i) {
       first[i] = first[i - 1] + graphs.parts[i - 1].outputs.size();
