@@ -64,8 +64,7 @@ ModuleState collect_state(torch::nn::Module& module, const std::set<std::string>
   std::unordered_set<const c10::TensorImpl*> seen;
   const auto take = [&](const std::string& name, const at::Tensor& tensor) {
     unknown.erase(name);
-    return tensor.defined() && !skip.contains(name) &&
-           seen.insert(tensor.unsafeGetTensorImpl()).second;
+    return !skip.contains(name) && seen.insert(tensor.unsafeGetTensorImpl()).second;
   };
   const auto collect = [&](const std::string& prefix, const torch::nn::Module& part) {
     const bool sparse = has_sparse_gradient(part);
@@ -186,12 +185,7 @@ void broadcast_tensors(const std::vector<at::Tensor>& tensors, const ProcessGrou
 }
 
 void share_buffers(const torch::nn::Module& module, const ProcessGroup& group) {
-  if (group.size() == 1) return;
-  std::vector<at::Tensor> defined;
-  for (const at::Tensor& buffer : module.buffers()) {
-    if (buffer.defined()) defined.push_back(buffer);
-  }
-  broadcast_tensors(defined, group);
+  if (group.size() > 1) broadcast_tensors(module.buffers(), group);
 }
 
 }  // namespace lockstep::detail

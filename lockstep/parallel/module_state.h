@@ -14,8 +14,8 @@ using NamedTensor = ReducedParameter;
 
 /// What DistributedDataParallel works on, each tensor once, in Python's order.
 struct ModuleState {
-  std::vector<NamedTensor> parameters;    ///< All, also frozen ones.
-  std::vector<NamedTensor> buffers;       ///< Those that are defined.
+  std::vector<NamedTensor> parameters;  ///< All, also frozen ones.
+  std::vector<NamedTensor> buffers;
   std::vector<ReducedParameter> reduced;  ///< The parameters that get a gradient.
 };
 

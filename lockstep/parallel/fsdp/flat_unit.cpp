@@ -139,7 +139,7 @@ std::vector<PlannedUnit> plan_units(const Module& module, const std::vector<std:
   const std::function<void(const Module&, const std::string&, size_t)> take =
       [&](const Module& part, const std::string& name, size_t unit) {
         for (const auto& item : part.named_parameters(/*recurse=*/false)) {
-          if (item.value().defined() && seen.insert(item.value().unsafeGetTensorImpl()).second)
+          if (seen.insert(item.value().unsafeGetTensorImpl()).second)
             units[unit].parameters.push_back({joined(name, item.key()), item.value()});
         }
         for (const auto& child : part.named_children()) {

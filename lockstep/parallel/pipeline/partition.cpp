@@ -31,9 +31,8 @@ class Unchanged {
   explicit Unchanged(const std::vector<Layer>& layers) {
     for (const Layer& layer : layers) {
       if (!layer.module) continue;
-      for (const at::Tensor& buffer : layer.module->buffers()) {
-        if (buffer.defined()) buffers_.emplace_back(buffer, buffer.clone());
-      }
+      for (const at::Tensor& buffer : layer.module->buffers())
+        buffers_.emplace_back(buffer, buffer.clone());
       for (const at::Tensor& parameter : layer.module->parameters()) {
         gradients_.emplace_back(parameter, parameter.grad());
         parameter.mutable_grad() = at::Tensor();

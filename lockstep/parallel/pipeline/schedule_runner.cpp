@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <unordered_set>
 #include <utility>
 
 #include "lockstep/autograd/backward.h"
@@ -36,18 +35,10 @@ class Stage {
  public:
   Stage(std::vector<Layer> layers, StageOptions options)
       : layers_(std::move(layers)), options_(std::move(options)) {
-    std::unordered_set<const c10::TensorImpl*> seen;
-    const auto take = [&](const Tensors& from, Tensors& into) {
-      for (const at::Tensor& tensor : from) {
-        if (tensor.defined() && seen.insert(tensor.unsafeGetTensorImpl()).second) {
-          into.push_back(tensor);
-        }
-      }
-    };
     for (const Layer& layer : layers_) {
       if (!layer.module) continue;
-      take(layer.module->parameters(), parameters_);
-      take(layer.module->buffers(), buffers_);
+      for (const at::Tensor& tensor : layer.module->parameters()) parameters_.push_back(tensor);
+      for (const at::Tensor& tensor : layer.module->buffers()) buffers_.push_back(tensor);
     }
   }
 
@@ -158,7 +149,7 @@ class Stage {
 
   std::vector<Layer> layers_;
   StageOptions options_;
-  std::vector<at::Tensor> parameters_;  ///< Of the layers' modules, each once.
+  std::vector<at::Tensor> parameters_;  ///< Of the layers' modules.
   std::vector<at::Tensor> buffers_;
   std::vector<Kept> kept_;
 };
