@@ -2,7 +2,6 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StorageImpl.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -25,10 +24,6 @@ namespace {
 using Watch = WatchedMemory::Watch;
 using c10::DispatchKey;
 
-/// A key that LibTorch keeps free for others' wrappers. It comes before those of autograd, autocast
-/// and functorch.
-constexpr DispatchKey kKey = DispatchKey::TESTING_ONLY_GenericWrapper;
-
 /// The storage's context holds the watch, also while there is no data.
 void let_go(void* context) {
   delete static_cast<std::shared_ptr<Watch>*>(context);
@@ -40,7 +35,7 @@ c10::DataPtr data_pointer(const std::shared_ptr<Watch>& watch, c10::Device devic
 }
 
 Watch* watch_of(const at::Tensor& tensor) {
-  if (!tensor.defined() || !tensor.key_set().has(kKey)) return nullptr;
+  if (!tensor.defined() || !tensor.key_set().has(kWatchKey)) return nullptr;
   const c10::DataPtr& pointer = tensor.unsafeGetTensorImpl()
                                     ->unsafe_storage()
                                     .unsafeGetStorageImpl()
@@ -137,7 +132,7 @@ void convert(const c10::OperatorHandle& operation, torch::jit::Stack& stack, at:
 void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
                  torch::jit::Stack* stack) {
   const Uses uses(operation, *stack);
-  const c10::impl::ExcludeDispatchKeyGuard unwatched(kKey);
+  const Unwatched unwatched;
   if (uses.watcher == nullptr) return operation.callBoxed(stack);
   if (uses.written && !leaves_values(operation))
     uses.watcher->before_write(*uses.written, operation.operator_name().name);
@@ -155,7 +150,7 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
 /// other programs need not wait for.
 void register_kernel() {
   static const torch::Library library = [] {
-    torch::Library made(torch::Library::IMPL, "_", kKey, __FILE__, __LINE__);
+    torch::Library made(torch::Library::IMPL, "_", kWatchKey, __FILE__, __LINE__);
     made.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
     return made;
   }();
@@ -173,8 +168,8 @@ WatchedMemory::WatchedMemory(MemoryWatcher& watcher, size_t index, int64_t eleme
       c10::StorageImpl::use_byte_size_t(), bytes, data_pointer(watch_, device), nullptr,
       /*resizable=*/false));
   const auto backend = device.is_cpu() ? DispatchKey::CPU : DispatchKey::CUDA;
-  tensor_ = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
-                                                     c10::DispatchKeySet(backend).add(kKey), type);
+  tensor_ = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(backend).add(kWatchKey), type);
   tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({elements});
   take();
 }
@@ -201,14 +196,6 @@ void WatchedMemory::take() {
 
 bool WatchedMemory::is_there() const {
   return watch_->data.defined();
-}
-
-Unwatched::Unwatched() : before_(c10::impl::tls_is_dispatch_key_excluded(kKey)) {
-  c10::impl::tls_set_dispatch_key_excluded(kKey, true);
-}
-
-Unwatched::~Unwatched() {
-  c10::impl::tls_set_dispatch_key_excluded(kKey, before_);
 }
 
 }  // namespace lockstep::detail

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <memory>
 #include <optional>
@@ -61,16 +62,13 @@ class WatchedMemory {
   at::Tensor tensor_;
 };
 
+/// A key that LibTorch keeps free for others' wrappers. It comes before those of autograd, autocast
+/// and functorch.
+inline constexpr auto kWatchKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
 /// While it lives, operations of this thread are not watched.
 class Unwatched {
- public:
-  Unwatched();
-  ~Unwatched();
-  Unwatched(const Unwatched&) = delete;
-  Unwatched& operator=(const Unwatched&) = delete;
-
- private:
-  bool before_;
+  c10::impl::ExcludeDispatchKeyGuard guard_{kWatchKey};
 };
 
 }  // namespace lockstep::detail
