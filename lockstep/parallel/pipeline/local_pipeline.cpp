@@ -79,14 +79,11 @@ class LocalLink final : public detail::StageLink {
     }
     exchange_.put(id, std::move(sent));
   }
-  void expect(const ParcelId&) override {}
-  void flush() override {}
   at::Tensor take(const ParcelId& id) override {
     if (without_gradient_.contains(id)) return {};
     const at::Tensor tensor = exchange_.get(id);
     return tensor.detach().to(device_).set_requires_grad(tensor.requires_grad());
   }
-  void finish() override {}
 
  private:
   LocalExchange& exchange_;

@@ -38,14 +38,14 @@ class StageLink {
   /// `tensor` must not change until `finish`. An activation that requires a gradient will get one.
   virtual void send(const ParcelId& id, const at::Tensor& tensor) = 0;
   /// Lets a parcel come ahead of `take`.
-  virtual void expect(const ParcelId& id) = 0;
+  virtual void expect(const ParcelId& id) {}
   /// Starts what was sent and expected since the last call, all together.
-  virtual void flush() = 0;
+  virtual void flush() {}
   /// Waits for an expected parcel. An activation is a leaf, which requires a gradient when it did
   /// where it came from. The gradient of one that did not is undefined, and nobody sends it.
   virtual at::Tensor take(const ParcelId& id) = 0;
   /// Waits until all that was sent has been taken over.
-  virtual void finish() = 0;
+  virtual void finish() {}
 };
 
 /// Stages in processes: sends and receives of a group, of which each rank has every size()-th
