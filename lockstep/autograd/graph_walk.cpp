@@ -2,8 +2,8 @@
 
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -66,26 +66,6 @@ void check(Node& node, variable_list& outputs) {
     return "Function " + node.name() + " returned an " + text;
   });
 }
-
-/// Takes edges away from a node for as long as it lives: the node then computes nothing for them.
-class WithoutEdges {
- public:
-  explicit WithoutEdges(Node& node) : node_(node) {}
-  ~WithoutEdges() {
-    for (auto& [index, edge] : taken_) std::swap(node_.next_edges()[index], edge);
-  }
-  WithoutEdges(const WithoutEdges&) = delete;
-  WithoutEdges& operator=(const WithoutEdges&) = delete;
-
-  void take(size_t index) {
-    taken_.emplace_back(index, Edge());
-    std::swap(node_.next_edges()[index], taken_.back().second);
-  }
-
- private:
-  Node& node_;
-  std::vector<std::pair<size_t, Edge>> taken_;
-};
 
 /// Set while this thread walks a graph.
 thread_local WalkingGuard* walking = nullptr;
@@ -234,10 +214,12 @@ variable_list GraphWalk::call_half(Step& step, bool leading) {
   if (!leading) node.will_release_variables();
   variable_list outputs;
   {
-    WithoutEdges without(node);
+    // The node computes nothing for edges that it has not.
+    torch::autograd::edge_list all = node.next_edges();
+    const auto put_back = c10::make_scope_exit([&] { node.next_edges().swap(all); });
     for (size_t i = 0; i < node.next_edges().size(); ++i) {
       const uint32_t target = targets_[step.first_target + i];
-      if (target != kNone && steps_[target].leads != leading) without.take(i);
+      if (target != kNone && steps_[target].leads != leading) node.next_edges()[i] = Edge();
     }
     outputs = node(std::move(inputs));
     check(node, outputs);
@@ -279,14 +261,12 @@ bool may_walk(const at::Tensor& loss, const at::Tensor& gradient, Node& root) {
   return loss.numel() == 1 && loss.is_floating_point();
 }
 
-WalkingGuard::WalkingGuard() : number_(next_walk()), grad_mode_(c10::GradMode::is_enabled()) {
-  c10::GradMode::set_enabled(false);
+WalkingGuard::WalkingGuard() : number_(next_walk()) {
   walking = this;
 }
 
 WalkingGuard::~WalkingGuard() {
   walking = nullptr;
-  c10::GradMode::set_enabled(grad_mode_);
 }
 
 void WalkingGuard::call_back() {

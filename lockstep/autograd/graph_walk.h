@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 
@@ -89,7 +90,7 @@ class WalkingGuard {
 
   std::vector<std::function<void()>> callbacks_;
   const int64_t number_;
-  bool grad_mode_;
+  const c10::AutoGradMode no_graph_{false};
 };
 
 /// The gradient of a loss by itself.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -136,12 +137,8 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
   if (uses.watcher == nullptr) return operation.callBoxed(stack);
   if (uses.written && !leaves_values(operation))
     uses.watcher->before_write(*uses.written, operation.operator_name().name);
-  struct After {
-    MemoryWatcher& watcher;
-    ~After() { watcher.after_use(); }
-  };
   uses.watcher->before_use(uses.memories);
-  const After after{*uses.watcher};
+  const auto after = c10::make_scope_exit([&] { uses.watcher->after_use(); });
   if (uses.dtype) convert(operation, *stack, *uses.dtype);
   operation.callBoxed(stack);
 }
