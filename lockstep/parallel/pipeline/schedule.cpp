@@ -30,19 +30,6 @@ Actions gpipe(const PipelineSchedule& schedule, int rank) {
   return actions;
 }
 
-Actions one_forward_one_backward(const PipelineSchedule& schedule, int rank) {
-  Actions actions;
-  const int micro_batches = schedule.num_micro_batches;
-  const int warmup = std::min(micro_batches, schedule.num_ranks - 1 - rank);
-  for (int i = 0; i < warmup; ++i) actions.push_back({rank, PipelineOp::forward, i});
-  for (int i = 0; i < micro_batches; ++i) {
-    const int next = warmup + i;
-    if (next < micro_batches) actions.push_back({rank, PipelineOp::forward, next});
-    actions.push_back({rank, PipelineOp::backward, i});
-  }
-  return actions;
-}
-
 /// How interleaved schedules go round the stages of a rank: so many micro-batches of a stage, then
 /// as many of the next. None when the micro-batches cannot be divided so.
 std::optional<int> micro_batches_per_round(int ranks, int micro_batches) {
@@ -51,24 +38,27 @@ std::optional<int> micro_batches_per_round(int ranks, int micro_batches) {
   return micro_batches / rounds;
 }
 
-/// The order of PyTorch's interleaved schedules. With `zero_bubble` backward is I, and each W
-/// follows `rank` computations of I later: so all ranks keep as much as the first one.
-class Interleaved {
+/// One forward and one backward in turn, in the order of PyTorch's schedules. A rank runs `per_hop`
+/// forwards ahead for each rank after it. With `zero_bubble` backward is I, and each W follows
+/// `rank` computations of I later: so all ranks keep as much as the first one.
+class InTurn {
  public:
-  Interleaved(const PipelineSchedule& schedule, int rank, bool zero_bubble)
+  InTurn(const PipelineSchedule& schedule, int rank, int per_hop, bool zero_bubble)
       : schedule_(schedule),
         rank_(rank),
+        per_hop_(per_hop),
         zero_bubble_(zero_bubble),
-        per_round_(*micro_batches_per_round(schedule.num_ranks, schedule.num_micro_batches)),
+        // With one stage a rank there are no rounds.
+        per_round_(
+            micro_batches_per_round(schedule.num_ranks, schedule.num_micro_batches).value_or(1)),
         forwards_(schedule.num_stages),
         backwards_(schedule.num_stages) {}
 
   Actions make() {
     const int stages = schedule_.stages_per_rank();
     const int all = stages * schedule_.num_micro_batches;
-    const int per_hop = zero_bubble_ ? 1 : 2;
     const int warmup =
-        std::min(all, (stages - 1) * per_round_ + per_hop * (schedule_.num_ranks - 1 - rank_));
+        std::min(all, (stages - 1) * per_round_ + per_hop_ * (schedule_.num_ranks - 1 - rank_));
     for (int i = 0; i < warmup; ++i) add_forward(i);
     for (int i = 0; i < all; ++i) {
       if (warmup + i < all) add_forward(warmup + i);
@@ -100,6 +90,7 @@ class Interleaved {
 
   const PipelineSchedule& schedule_;
   const int rank_;
+  const int per_hop_;
   const bool zero_bubble_;
   const int per_round_;
   std::vector<int> forwards_;  ///< Of each stage, how many there are.
@@ -120,14 +111,17 @@ struct Kind {
 const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all{
       {"gpipe", 1, false, false, gpipe},
-      {"1f1b", 1, true, false, one_forward_one_backward},
+      {"1f1b", 1, true, false,
+       [](const PipelineSchedule& schedule, int rank) {
+         return InTurn(schedule, rank, /*per_hop=*/1, /*zero_bubble=*/false).make();
+       }},
       {"interleaved-1f1b", 2, false, true,
        [](const PipelineSchedule& schedule, int rank) {
-         return Interleaved(schedule, rank, /*zero_bubble=*/false).make();
+         return InTurn(schedule, rank, /*per_hop=*/2, /*zero_bubble=*/false).make();
        }},
       {"zero-bubble", 1, false, true,
        [](const PipelineSchedule& schedule, int rank) {
-         return Interleaved(schedule, rank, /*zero_bubble=*/true).make();
+         return InTurn(schedule, rank, /*per_hop=*/1, /*zero_bubble=*/true).make();
        }},
   };
   return all;
