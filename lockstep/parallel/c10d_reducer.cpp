@@ -89,13 +89,13 @@ std::unique_ptr<c10d::Reducer> make_reducer(const std::vector<ReducedParameter>&
     tensors.push_back(parameter.tensor);
     sparse.push_back(parameter.sparse_gradient);
   }
-  const BucketCaps caps = bucket_caps(options);
+  const std::vector<size_t> caps = bucket_caps(options);
   BucketLayout buckets = first_layout(tensors, sparse, options);
   const bool skip_unused = false, python_reducer = false;
   return construct<c10d::Reducer>(std::move(tensors), std::move(buckets), group, std::move(sparse),
-                                  caps.rest, options.find_unused_parameters,
+                                  static_cast<int64_t>(caps[1]), options.find_unused_parameters,
                                   options.gradient_as_bucket_view.value_or(false), std::move(names),
-                                  caps.first, skip_unused, python_reducer);
+                                  static_cast<int64_t>(caps[0]), skip_unused, python_reducer);
 }
 
 using Future = c10::ivalue::Future;

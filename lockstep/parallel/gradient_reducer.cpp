@@ -22,18 +22,13 @@ bool takes_own(const std::vector<ReducedParameter>& parameters, const DdpOptions
   });
 }
 
-int64_t bytes_of(double mebibytes, const char* option) {
+size_t bytes_of(double mebibytes, const char* option) {
   const double bytes = mebibytes * 1024 * 1024;
   if (!(bytes >= 1) || bytes > 1e15) {
     throw UsageError(std::string("DdpOptions::") + option + " is " + std::to_string(mebibytes) +
                      " MiB, expected more than 0");
   }
-  return static_cast<int64_t>(bytes);
-}
-
-std::vector<size_t> limits_of(const DdpOptions& options) {
-  const BucketCaps caps = bucket_caps(options);
-  return {static_cast<size_t>(caps.first), static_cast<size_t>(caps.rest)};
+  return static_cast<size_t>(bytes);
 }
 
 }  // namespace
@@ -57,14 +52,14 @@ void throw_unknown_output(const std::string& type) {
           "& o, F&& f) { lockstep::visit_tensors(o.FIELD, f); } };");
 }
 
-BucketCaps bucket_caps(const DdpOptions& options) {
-  const int64_t rest = bytes_of(options.bucket_cap_mb, "bucket_cap_mb");
+std::vector<size_t> bucket_caps(const DdpOptions& options) {
+  const size_t rest = bytes_of(options.bucket_cap_mb, "bucket_cap_mb");
   return {std::min(rest, bytes_of(options.first_bucket_mb, "first_bucket_mb")), rest};
 }
 
 BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
                           const std::vector<bool>& sparse, const DdpOptions& options) {
-  std::vector<size_t> limits = limits_of(options);
+  std::vector<size_t> limits = bucket_caps(options);
   if (options.static_graph || !options.find_unused_parameters)
     limits = {static_cast<size_t>(std::numeric_limits<int64_t>::max())};
   auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
@@ -79,7 +74,7 @@ BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
   for (const size_t index : order) tensors.push_back(parameters[index]);
   const std::vector<int64_t> indices(order.begin(), order.end());
   return std::get<0>(c10d::compute_bucket_assignment_by_size(
-      tensors, limits_of(options), std::vector<bool>(parameters.size(), false), indices));
+      tensors, bucket_caps(options), std::vector<bool>(parameters.size(), false), indices));
 }
 
 }  // namespace lockstep::detail

@@ -80,11 +80,7 @@ BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
 BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
                                const std::vector<size_t>& order, const DdpOptions& options);
 
-/// Bytes of the options' caps. The first is at most the other.
-struct BucketCaps {
-  int64_t first;
-  int64_t rest;
-};
-BucketCaps bucket_caps(const DdpOptions& options);
+/// Bytes of the options' caps: of the first bucket, and of all others, which is at least as much.
+std::vector<size_t> bucket_caps(const DdpOptions& options);
 
 }  // namespace lockstep::detail
