@@ -85,17 +85,6 @@ void orthogonalize(at::Tensor matrices, double epsilon) {
   at::linalg_qr_out(matrices, upper, matrices);
 }
 
-/// The parts of a bucket, a tensor for each parameter.
-std::vector<at::Tensor> gradients_in(const GradientBucket& bucket) {
-  std::vector<at::Tensor> parts;
-  int64_t offset = 0;
-  for (const at::Tensor& parameter : bucket.parameters) {
-    parts.push_back(bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
-    offset += parameter.numel();
-  }
-  return parts;
-}
-
 /// The mean of a bucket over a group, in the background.
 std::function<at::Tensor()> start_mean(const ProcessGroup& group, const at::Tensor& gradients) {
   at::Tensor mean = gradients;
@@ -140,7 +129,10 @@ struct Compression {
 
   void divide_tensors(const GradientBucket& bucket) {
     std::vector<std::pair<std::vector<int64_t>, std::vector<at::Tensor>>> by_shape;
-    for (const at::Tensor& tensor : gradients_in(bucket)) {
+    for (int64_t offset = 0; const at::Tensor& parameter : bucket.parameters) {
+      const at::Tensor tensor =
+          bucket.gradients.narrow(0, offset, parameter.numel()).view(parameter.sizes());
+      offset += parameter.numel();
       const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
       at::Tensor matrix = tensor.view({rows, rows == 0 ? 0 : tensor.numel() / rows});
       const int64_t columns = matrix.size(1);

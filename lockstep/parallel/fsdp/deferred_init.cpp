@@ -133,12 +133,6 @@ void register_kernel() {
   }();
 }
 
-std::shared_ptr<InitTape> tape_of(const at::Tensor& tensor) {
-  const auto* impl = tensor.unsafeGetTensorImpl();
-  const auto* tied = dynamic_cast<const OnTape*>(impl->get_backend_meta_intrusive_ptr().get());
-  return tied != nullptr ? tied->tape : nullptr;
-}
-
 /// Real memory for the tape's.
 class Replay {
  public:
@@ -207,13 +201,14 @@ void run_deferred(
   std::vector<std::shared_ptr<InitTape>> tapes;
   std::unordered_map<const void*, std::vector<at::Tensor>> wanted;
   for (const at::Tensor& tensor : tensors) {
-    const auto tape = tape_of(tensor);
-    if (!tape)
+    const auto meta = tensor.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr();
+    const auto* tied = dynamic_cast<const OnTape*>(meta.get());
+    if (tied == nullptr)
       throw UsageError(
           "a parameter of the module is on the meta device, and nothing says what its "
           "values are",
           "make the module under lockstep::deferred_init");
-    if (std::find(tapes.begin(), tapes.end(), tape) == tapes.end()) tapes.push_back(tape);
+    if (std::ranges::find(tapes, tied->tape) == tapes.end()) tapes.push_back(tied->tape);
     wanted[memory_of(tensor)].push_back(tensor);
   }
   for (const auto& tape : tapes) {

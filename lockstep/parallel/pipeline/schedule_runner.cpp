@@ -16,10 +16,6 @@ namespace {
 
 using Tensors = std::vector<at::Tensor>;
 
-bool needs_gradient(const at::Tensor& tensor) {
-  return tensor.requires_grad();
-}
-
 ShapeKey key_of(const at::Tensor& input, bool records_graph) {
   ShapeKey key = input.sizes().vec();
   key.push_back(static_cast<int64_t>(input.scalar_type()));
@@ -70,8 +66,8 @@ class Stage {
     const at::NoGradGuard no_grad;
     at::Tensor output = run(kept.input).detach();
     const bool wanted = output.is_floating_point() &&
-                        (needs_gradient(kept.input) ||
-                         std::any_of(parameters_.begin(), parameters_.end(), needs_gradient));
+                        (kept.input.requires_grad() ||
+                         std::ranges::any_of(parameters_, &at::Tensor::requires_grad));
     return output.set_requires_grad(wanted);
   }
   /// The same on the last stage, which gives nothing on.
@@ -141,7 +137,7 @@ class Stage {
   }
   at::Tensor input_gradient(Kept& kept) const {
     const at::Tensor input = std::exchange(kept.input, {});
-    if (!needs_gradient(input)) return {};
+    if (!input.requires_grad()) return {};
     // The stage before waits for one, also where the output does not depend on the input.
     return input.grad().defined() ? input.grad() : at::zeros_like(input);
   }
