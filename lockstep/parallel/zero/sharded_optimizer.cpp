@@ -1,7 +1,6 @@
 #include "lockstep/parallel/zero/sharded_optimizer.h"
 
 #include <ATen/Functions.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -106,19 +105,13 @@ void ShardedOptimizer::take_gradients() {
       throw UsageError(what_ + ": parameter " + std::to_string(i) +
                            " has a gradient, but was frozen when this was made",
                        "make it anew after parameters were unfrozen, or add them as a group");
-    const at::Tensor& part = shards_.parts()[i];
-    if (part.numel() > 0) part.mutable_grad() = shards_.cut(i, gradient);
+    take_gradient(i, gradient);
   }
 }
 
-void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& elements) {
-  follow_parameters();
+void ShardedOptimizer::take_gradient(size_t index, const at::Tensor& gradient) {
   const at::Tensor& part = shards_.parts()[index];
-  if (part.numel() == 0) return;
-  const at::AutoDispatchBelowADInplaceOrView untracked;
-  const int64_t begin = shards_.part(shards_.group().rank(), index).begin;
-  part.mutable_grad() =
-      elements.as_strided(part.sizes(), part.strides(), elements.storage_offset() + begin);
+  if (part.numel() > 0) part.mutable_grad() = shards_.cut(index, gradient);
 }
 
 void ShardedOptimizer::update(const StepScale& scale) {

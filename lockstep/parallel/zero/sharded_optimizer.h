@@ -35,8 +35,8 @@ class ShardedOptimizer {
   /// Gives each part its part of the parameter's whole gradient. Throws UsageError for a gradient
   /// that is sparse, and for that of a parameter that was frozen when this was made.
   void take_gradients();
-  /// The same for one parameter, from its elements as a vector in the order of its memory.
-  void take_gradient(size_t parameter, const at::Tensor& elements);
+  /// The same for one parameter, from this gradient.
+  void take_gradient(size_t parameter, const at::Tensor& gradient);
   /// Steps from the parts' gradients and gives all ranks the new values. A collective.
   void step(const StepScale& scale);
   /// The first half of that, on this rank alone.

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/whole_model.h"
@@ -74,9 +75,9 @@ class OverlappedSteps {
     const Averaged bucket = *std::exchange(open_, std::nullopt);
     bucket.work.wait();
     for (int64_t at = 0; const size_t index : bucket.parameters) {
-      const int64_t count = optimizer_.shards().parameters()[index].numel();
-      optimizer_.take_gradient(index, bucket.gradients.narrow(0, at, count));
-      at += count;
+      const at::Tensor& parameter = optimizer_.shards().parameters()[index];
+      optimizer_.take_gradient(index, view_like(bucket.gradients, at, parameter));
+      at += parameter.numel();
     }
     optimizer_.update({});
     optimizer_.drop_gradients();
