@@ -71,14 +71,6 @@ const void* memory_of(const at::Tensor& tensor) {
 
 class InitTape {
  public:
-  void note(const c10::OperatorHandle& operation, Stack arguments, const Stack& stack) {
-    Noted& noted = all.emplace_back(Noted{operation, std::move(arguments), {}});
-    for (size_t i = stack.size() - operation.schema().returns().size(); i < stack.size(); ++i)
-      each_tensor(stack[i], [&](const at::Tensor& tensor) {
-        if (tensor.is_meta()) noted.results.push_back(frozen(tensor));
-      });
-  }
-
   std::vector<Noted> all;
 };
 
@@ -121,8 +113,12 @@ void record_operation(const c10::OperatorHandle& operation, c10::DispatchKeySet,
     if (before[i].isNone()) before[i] = c10::Device(c10::kCPU);
   }
   operation.callBoxed(stack);
-  if (is_deferred && !sets_metadata_only(operation.operator_name().name))
-    recording->note(operation, std::move(before), *stack);
+  if (!is_deferred || sets_metadata_only(operation.operator_name().name)) return;
+  Noted& noted = recording->all.emplace_back(Noted{operation, std::move(before), {}});
+  for (size_t i = stack->size() - operation.schema().returns().size(); i < stack->size(); ++i)
+    each_tensor((*stack)[i], [&](const at::Tensor& tensor) {
+      if (tensor.is_meta()) noted.results.push_back(frozen(tensor));
+    });
 }
 
 void register_kernel() {

@@ -128,11 +128,6 @@ std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages, in
 /// Apart from the tags of the stages' own messages.
 constexpr int kTiedTag = 1 << 21;
 
-at::Tensor gradient_or_zeros(const at::Tensor& parameter) {
-  const at::Tensor& gradient = parameter.grad();
-  return gradient.defined() ? gradient.contiguous() : at::zeros_like(parameter).contiguous();
-}
-
 /// In which norms are added up. A norm of float16 gradients need not fit into float16.
 at::ScalarType norm_dtype(const detail::StageTensors& tensors) {
   std::optional<at::ScalarType> widest;
@@ -216,7 +211,8 @@ class GradientExchange {
         continue;
       }
       const int tag = kTiedTag + static_cast<int>(i);
-      at::Tensor sum = gradient_or_zeros(parameter.tensor);
+      const at::Tensor& own = parameter.tensor.grad();
+      at::Tensor sum = (own.defined() ? own : at::zeros_like(parameter.tensor)).contiguous();
       if (me != parameter.owner()) {
         pipeline_.send(sum, parameter.owner(), tag);
         pipeline_.recv(sum, parameter.owner(), tag);
