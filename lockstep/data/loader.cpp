@@ -9,8 +9,9 @@
 #include <algorithm>
 #include <condition_variable>
 #include <csignal>
-#include <exception>
+#include <deque>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <numeric>
 #include <optional>
@@ -85,7 +86,8 @@ class Prefetcher {
   using Make = std::function<Batch(int worker, int64_t batch)>;
 
   Prefetcher(int workers, int64_t window, int64_t first, int64_t last, Make make)
-      : make_(std::move(make)), last_(last), slots_(window), claimed_(first), taken_(first) {
+      : make_(std::move(make)), last_(last), next_(first) {
+    for (int64_t i = 0; i < window; ++i) order();
     for (int worker = 0; worker < workers; ++worker)
       threads_.emplace_back([this, worker] { work(worker); });
   }
@@ -95,7 +97,7 @@ class Prefetcher {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
     }
-    room_.notify_all();
+    ordered_.notify_all();
     for (std::thread& thread : threads_) thread.join();
   }
   Prefetcher(const Prefetcher&) = delete;
@@ -104,32 +106,24 @@ class Prefetcher {
   /// The next batch. Waits until it is made. Throws what making it threw. Not to be called after
   /// the last one or after it threw.
   Batch take() {
-    std::unique_lock lock(mutex_);
-    Slot& next = slot(taken_);
-    ready_.wait(lock, [&] { return next.batch.has_value() || next.error != nullptr; });
-    Slot taken = std::exchange(next, Slot{});
-    ++taken_;
-    lock.unlock();
-    room_.notify_one();
-    if (taken.error) std::rethrow_exception(taken.error);
-    return std::move(*taken.batch);
+    Batch batch = made_.front().get();
+    made_.pop_front();
+    order();
+    return batch;
   }
 
  private:
-  struct Slot {
-    std::optional<Batch> batch;
-    std::exception_ptr error;
-  };
+  using Order = std::packaged_task<Batch(int worker)>;
 
-  Slot& slot(int64_t batch) { return slots_[batch % static_cast<int64_t>(slots_.size())]; }
-
-  /// The number of the next batch to make, as soon as there is room for it. None at the end.
-  std::optional<int64_t> claim() {
-    std::unique_lock lock(mutex_);
-    const auto window = static_cast<int64_t>(slots_.size());
-    room_.wait(lock, [&] { return stopping_ || claimed_ >= last_ || claimed_ < taken_ + window; });
-    if (stopping_ || claimed_ >= last_) return std::nullopt;
-    return claimed_++;
+  void order() {
+    if (next_ == last_) return;
+    Order order([this, batch = next_++](int worker) { return make_(worker, batch); });
+    made_.push_back(order.get_future());
+    {
+      const std::lock_guard lock(mutex_);
+      orders_.push_back(std::move(order));
+    }
+    ordered_.notify_one();
   }
 
   void work(int worker) {
@@ -138,27 +132,24 @@ class Prefetcher {
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     // No team of threads for each worker's tensor operations.
     const c10::ParallelGuard one_thread(true);
-    while (const std::optional<int64_t> batch = claim()) {
-      Slot made;
-      try {
-        made.batch = make_(worker, *batch);
-      } catch (...) {
-        made.error = std::current_exception();
-      }
-      const std::lock_guard lock(mutex_);
-      slot(*batch) = std::move(made);
-      ready_.notify_one();
+    while (true) {
+      std::unique_lock lock(mutex_);
+      ordered_.wait(lock, [&] { return stopping_ || !orders_.empty(); });
+      if (stopping_) return;
+      Order order = std::move(orders_.front());
+      orders_.pop_front();
+      lock.unlock();
+      order(worker);
     }
   }
 
   const Make make_;
   const int64_t last_;
-  std::mutex mutex_;  ///< Guards all below but the threads.
-  std::condition_variable room_;
-  std::condition_variable ready_;
-  std::vector<Slot> slots_;  ///< Batch b is in slot b % window.
-  int64_t claimed_;          ///< Batches before it are made or in the making.
-  int64_t taken_;            ///< Batches before it were taken.
+  int64_t next_;                         ///< To be ordered.
+  std::deque<std::future<Batch>> made_;  ///< Of what was ordered and not taken.
+  std::mutex mutex_;                     ///< Guards the rest but the threads.
+  std::condition_variable ordered_;
+  std::deque<Order> orders_;
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };
