@@ -1,9 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 
 namespace lockstep {
+
+/// Whether the open file still is the one of that name, which others may have removed or replaced.
+bool is_still_named(int fd, const std::filesystem::path& name);
 
 /// Files and sockets that this process has open.
 int64_t open_descriptors();

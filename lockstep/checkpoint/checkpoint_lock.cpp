@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "lockstep/base/descriptors.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
@@ -142,10 +142,7 @@ CheckpointLock::~CheckpointLock() {
 }
 
 bool CheckpointLock::is_in_place() const {
-  struct stat opened {};
-  struct stat named {};
-  return ::fstat(fd_.get(), &opened) == 0 && ::stat(path_.c_str(), &named) == 0 &&
-         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+  return is_still_named(fd_.get(), path_);
 }
 
 }  // namespace lockstep

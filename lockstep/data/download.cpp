@@ -3,7 +3,6 @@
 #include <curl/curl.h>
 #include <fcntl.h>
 #include <sys/file.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
@@ -12,6 +11,7 @@
 #include <optional>
 #include <thread>
 
+#include "lockstep/base/descriptors.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
@@ -172,14 +172,6 @@ std::optional<std::string> fetch(const std::string& url, const fs::path& target,
   }
 }
 
-/// True when the open file still is the one under that name: an owner that is done removes it.
-bool is_current(int fd, const fs::path& path) {
-  struct stat opened {};
-  struct stat named {};
-  return ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
-         opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
-}
-
 /// The file's lock; nothing while another process has it.
 UniqueFd try_lock(const fs::path& path) {
   UniqueFd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0666));
@@ -191,7 +183,8 @@ UniqueFd try_lock(const fs::path& path) {
     if (errno == EWOULDBLOCK || errno == EINTR) return {};
     throw SystemError("cannot lock " + path.string(), errno);
   }
-  return is_current(fd.get(), path) ? std::move(fd) : UniqueFd();
+  // An owner that is done removes it.
+  return is_still_named(fd.get(), path) ? std::move(fd) : UniqueFd();
 }
 
 void make_folder(const fs::path& folder) {

@@ -1,5 +1,4 @@
 #include <fcntl.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +6,7 @@
 #include <cmath>
 #include <optional>
 
+#include "lockstep/base/descriptors.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
@@ -42,13 +42,8 @@ std::string rows_up_to(const std::string& text, int64_t step, int64_t epochs) {
 /// Standard output or error, where the name stands for that: /dev/stdout, or the file it goes to.
 /// Opened anew it would have an offset of its own, and each would overwrite the other's lines.
 std::optional<int> standard_stream(const fs::path& path) {
-  struct stat held {
-  }, named{};
-  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-    if (::fstat(fd, &held) == 0 && ::stat(path.c_str(), &named) == 0 &&
-        held.st_dev == named.st_dev && held.st_ino == named.st_ino)
-      return fd;
-  }
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO})
+    if (is_still_named(fd, path)) return fd;
   return std::nullopt;
 }
 
