@@ -87,10 +87,8 @@ std::string read_header_text(ContentReader& file) {
     file.fail(kMagic.size(),
               "npy format version " + std::to_string(version[0]) + "; expected 1, 2 or 3");
   }
-  std::array<unsigned char, 4> length_bytes{};
-  file.read_exact(length_bytes.data(), version[0] == 1 ? 2 : 4, "the header's length");
-  const uint32_t length = uint32_t{length_bytes[0]} | uint32_t{length_bytes[1]} << 8 |
-                          uint32_t{length_bytes[2]} << 16 | uint32_t{length_bytes[3]} << 24;
+  uint32_t length = 0;
+  file.read_exact(&length, version[0] == 1 ? 2 : 4, "the header's length");
   if (length > kLongestHeader) {
     file.fail(kMagic.size() + version.size(), "an npy header of " + std::to_string(length) +
                                                   " bytes; expected at most " +

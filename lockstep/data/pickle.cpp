@@ -20,8 +20,6 @@ constexpr TextOp kTexts[] = {
     {'X', Kind::text, 4},    // BINUNICODE
     {0x8c, Kind::text, 1},   // SHORT_BINUNICODE
     {0x8d, Kind::text, 8},   // BINUNICODE8
-    {'T', Kind::text, 4},    // BINSTRING
-    {'U', Kind::text, 1},    // SHORT_BINSTRING
     {'B', Kind::bytes, 4},   // BINBYTES
     {'C', Kind::bytes, 1},   // SHORT_BINBYTES
     {0x8e, Kind::bytes, 8},  // BINBYTES8
@@ -61,12 +59,9 @@ class PickleReader {
     offset_ += size;
     return bytes_.substr(offset_ - size, size);
   }
-  /// Little-endian.
   uint64_t number(size_t size) {
     uint64_t value = 0;
-    const std::string_view digits = take(size);
-    for (size_t i = 0; i < size; ++i)
-      value |= static_cast<uint64_t>(static_cast<uint8_t>(digits[i])) << (8 * i);
+    take(size).copy(reinterpret_cast<char*>(&value), size);
     return value;
   }
   std::string_view line() {
@@ -169,7 +164,6 @@ class PickleReader {
         push(Kind::dict);
         return true;
       case 't':   // TUPLE
-      case 'l':   // LIST
       case 0x91:  // FROZENSET
         push_sequence(pop_items());
         return true;
@@ -185,12 +179,6 @@ class PickleReader {
       case 0x90:  // ADDITEMS
         add_items(pop_items());
         return true;
-      case 'd': {  // DICT
-        const auto items = pop_items();
-        push(Kind::dict);
-        add_entries(items);
-        return true;
-      }
       case 's': {  // SETITEM
         const PickleValue* const value = pop();
         add_entries({pop(), value});
@@ -293,9 +281,6 @@ class PickleReader {
         return;
       case '0':  // POP
         pop();
-        return;
-      case '2':  // DUP
-        stack_.push_back(&top());
         return;
       case 'q':  // BINPUT
       case 'r':  // LONG_BINPUT

@@ -23,12 +23,10 @@ constexpr std::string_view kZip64RecordSignature("PK\x06\x06", 4);
 constexpr std::string_view kDirectorySignature("PK\x01\x02", 4);
 constexpr std::string_view kLocalSignature("PK\x03\x04", 4);
 
-/// A little-endian number of `size` bytes; the caller has checked that they are there.
+/// A number of `size` bytes; the caller has checked that they are there.
 uint64_t number(std::string_view bytes, size_t offset, size_t size) {
   uint64_t value = 0;
-  for (size_t i = 0; i < size; ++i) {
-    value |= static_cast<uint64_t>(static_cast<unsigned char>(bytes[offset + i])) << (8 * i);
-  }
+  bytes.copy(reinterpret_cast<char*>(&value), size, offset);
   return value;
 }
 
