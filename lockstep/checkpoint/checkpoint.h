@@ -51,8 +51,8 @@ class DamagedCheckpointError : public CheckpointError {
   using CheckpointError::CheckpointError;
 };
 
-/// The version of the layout. No other one is read.
-inline constexpr int kCheckpointVersion = 3;
+/// The version of the layout that is written. It and the one before it are read.
+inline constexpr int kCheckpointVersion = 4;
 
 /// Reads a whole checkpoint, after comparing sizes and hashes. Throws DamagedCheckpointError naming
 /// the file and what is wrong with it, and CheckpointError for another version of the layout,

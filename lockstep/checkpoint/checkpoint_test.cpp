@@ -157,10 +157,12 @@ TEST_F(CheckpointFiles, MissingOrTruncatedOnesAreNamed) {
 }
 
 TEST_F(CheckpointFiles, AnotherVersionNamesBoth) {
-  set_version(folder_, 4);
+  set_version(folder_, 5);
   EXPECT_THAT([&] { read_checkpoint(folder_); },
               ThrowsMessage<CheckpointError>(
-                  HasSubstr("has version 4 of the layout; this Lockstep reads version 3")));
+                  HasSubstr("has version 5 of the layout; this Lockstep reads versions 3 and 4")));
+  set_version(folder_, 3);
+  EXPECT_EQ(read_checkpoint(folder_).info.step, 1234);
 }
 
 TEST_F(CheckpointFiles, Sha256IsWrittenWhereItIsWanted) {

@@ -14,8 +14,6 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 namespace {
 
-constexpr char kIndexFile[] = "model.safetensors.index.json";
-
 bool is_alone(const ProcessGroup& group) {
   return !group || group.size() == 1;
 }
@@ -84,15 +82,6 @@ void choose_writers(std::vector<PlannedPart>& parts, size_t ranks) {
   }
 }
 
-std::string file_name(bool of_model, size_t number, size_t count) {
-  const auto digits = [](size_t value) {
-    const std::string text = std::to_string(value);
-    return std::string(text.size() < 5 ? 5 - text.size() : 0, '0') + text;
-  };
-  return std::string(of_model ? "model-" : "state-") + digits(number) + "-of-" + digits(count) +
-         ".safetensors";
-}
-
 void choose_files(std::vector<PlannedPart>& parts) {
   // A file is of one rank, and has one box at most of each tensor.
   using FileKey = std::tuple<bool, int, int>;
@@ -106,22 +95,22 @@ void choose_files(std::vector<PlannedPart>& parts) {
   size_t counts[2] = {0, 0};
   for (auto& [key, number] : numbers) number = ++counts[std::get<0>(key) ? 1 : 0];
   for (size_t i = 0; i < parts.size(); ++i) {
+    const bool of_model = parts[i].of_model;
     parts[i].file =
-        file_name(parts[i].of_model, numbers[keys[i]], counts[parts[i].of_model ? 1 : 0]);
+        numbered_file(of_model ? "model" : "state", numbers[keys[i]], counts[of_model ? 1 : 0]);
   }
 }
 
 /// Where transformers and others look for a tensor; none where one lies in several files.
-std::optional<json> index_of(const std::vector<PlannedPart>& plan) {
-  json map = json::object();
+std::optional<std::string> index_of(const std::vector<PlannedPart>& plan) {
+  std::map<std::string, std::string> files;
   int64_t bytes = 0;
   for (const PlannedPart& part : plan) {
     if (!part.of_model) continue;
-    if (map.contains(part.name)) return std::nullopt;
-    map[part.name] = part.file;
+    if (!files.emplace(part.name, part.file).second) return std::nullopt;
     bytes += part.bytes();
   }
-  return json{{"metadata", {{"total_size", bytes}}}, {"weight_map", std::move(map)}};
+  return index_text(files, static_cast<uint64_t>(bytes));
 }
 
 /// A file of a checkpoint. A piece is hashed and copied while the processor's cache has it.
@@ -196,11 +185,11 @@ ShardedSave::ShardedSave(const ProcessGroup& group, const CheckpointShards& shar
   }
 }
 
-/// Gives "files", each with its size and hash, and "begins", where each part lies.
+/// Gives each file with its size and hash.
 json ShardedSave::write_own(const fs::path& folder, int rank, CheckpointHash hash) const {
   std::map<std::string, std::vector<size_t>> files;
   for (const auto& [index, tensor] : tensors_) files[plan_[index].file].push_back(index);
-  json result = {{"files", json::array()}, {"begins", json::array()}};
+  json result = json::array();
   if (!files.empty() && !fs::exists(folder)) {
     throw CheckpointError("rank " + std::to_string(rank) + " does not see " + folder.string() +
                               ", which rank 0 has made",
@@ -208,21 +197,28 @@ json ShardedSave::write_own(const fs::path& folder, int rank, CheckpointHash has
   }
   for (const auto& [file, parts] : files) {
     std::vector<TensorInfo> infos;
-    json sharding = json::object();
+    std::vector<std::vector<int64_t>> offsets;
     for (const size_t index : parts) {
       const at::Tensor& tensor = tensors_.at(index);
       infos.push_back({plan_[index].name, tensor.scalar_type(), tensor.sizes().vec()});
-      sharding[plan_[index].name] = {{"saved_offsets", plan_[index].box.offsets}};
+      offsets.push_back(plan_[index].box.offsets);
     }
     HashedFile out(folder / file, hash);
-    const auto begins = write_safetensors(
-        infos, {{"format", "pt"}, {"DCP_VERSION", "1.0"}, {"DCP_SHARDING_INFO", sharding.dump()}},
-        [&](size_t i) { return tensors_.at(parts[i]); },
+    write_safetensors(
+        infos, sharding_metadata(infos, offsets), [&](size_t i) { return tensors_.at(parts[i]); },
         [&](const void* data, size_t size) { out.write(data, size); });
-    result["files"].push_back(out.finish());
-    for (size_t i = 0; i < parts.size(); ++i) result["begins"].push_back({parts[i], begins[i]});
+    result.push_back(out.finish());
   }
   return result;
+}
+
+/// As text what went wrong.
+json ShardedSave::own_or_error(const fs::path& folder, int rank, CheckpointHash hash) const {
+  try {
+    return write_own(folder, rank, hash);
+  } catch (const std::exception& failure) {
+    return failure.what();
+  }
 }
 
 void ShardedSave::complete(const fs::path& folder, const std::vector<json>& results,
@@ -230,27 +226,15 @@ void ShardedSave::complete(const fs::path& folder, const std::vector<json>& resu
   StoredCheckpoint stored;
   stored.info = info_;
   stored.folder = folder;
-  std::vector<uint64_t> begins(plan_.size());
   for (const json& result : results) {
     if (result.is_string()) throw CheckpointError(result.get<std::string>());
-    for (const json& file : result.at("files"))
+    for (const json& file : result)
       stored.files.push_back({file.at(0), file.at(1), hash, file.at(2)});
-    for (const json& item : result.at("begins")) begins[item.at(0).get<size_t>()] = item.at(1);
-  }
-  std::map<std::pair<bool, std::string>, size_t> known;
-  for (size_t i = 0; i < plan_.size(); ++i) {
-    const PlannedPart& part = plan_[i];
-    auto& tensors = part.of_model ? stored.model : stored.state;
-    const size_t index =
-        known.try_emplace({part.of_model, part.name}, tensors.size()).first->second;
-    if (index == tensors.size()) tensors.push_back({part.name, part.dtype, part.sizes, {}});
-    tensors[index].parts.push_back({part.box, part.file, begins[i]});
   }
   if (const auto index = index_of(plan_)) {
-    const std::string text = index->dump(2) + "\n";
     HashedFile file(folder / kIndexFile, hash);
-    file.write(text.data(), text.size());
-    stored.files.push_back({kIndexFile, text.size(), hash, file.finish().at(2)});
+    file.write(index->data(), index->size());
+    stored.files.push_back({kIndexFile, index->size(), hash, file.finish().at(2)});
   }
   write_description(stored);
 }
@@ -266,12 +250,7 @@ std::string ShardedSave::write_as_first(const ProcessGroup& group, CheckpointFol
   try {
     folder.write(info_.step, [&](const fs::path& aside) {
       begin(aside);
-      json own;
-      try {
-        own = write_own(aside, 0, folder.hash());
-      } catch (const std::exception& failure) {
-        own = std::string(failure.what());
-      }
+      const json own = own_or_error(aside, 0, folder.hash());
       complete(aside, is_alone(group) ? std::vector<json>{own} : group.gather_object(own, 0),
                folder.hash());
     });
@@ -291,14 +270,7 @@ void ShardedSave::write_as_other(const ProcessGroup& group) const {
   const json told = group.broadcast_object({}, 0);
   const fs::path aside = told.at(0).get<std::string>();
   const auto hash = told.at(1).get<CheckpointHash>();
-  if (aside.empty()) return;
-  json own;
-  try {
-    own = write_own(aside, group.rank(), hash);
-  } catch (const std::exception& failure) {
-    own = std::string(failure.what());
-  }
-  group.gather_object(own, 0);
+  if (!aside.empty()) group.gather_object(own_or_error(aside, group.rank(), hash), 0);
 }
 
 std::string ShardedSave::write(const ProcessGroup& group, CheckpointFolder& folder) const {

@@ -49,6 +49,8 @@ class ShardedSave {
  private:
   nlohmann::json write_own(const std::filesystem::path& folder, int rank,
                            CheckpointHash hash) const;
+  nlohmann::json own_or_error(const std::filesystem::path& folder, int rank,
+                              CheckpointHash hash) const;
   void complete(const std::filesystem::path& folder, const std::vector<nlohmann::json>& results,
                 CheckpointHash hash) const;
   std::string write_as_first(const ProcessGroup& group, CheckpointFolder& folder) const;

@@ -7,7 +7,6 @@
 #include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <utility>
 
 #include "lockstep/base/file_writer.h"
@@ -16,10 +15,7 @@
 #include "lockstep/base/words.h"
 #include "lockstep/checkpoint/sharded_save.h"
 #include "lockstep/data/content_reader.h"
-#include "lockstep/data/dtype_names.h"
-#include "lockstep/data/safetensors.h"
 #include "lockstep/data/stored_tensors.h"
-#include "lockstep/data/tensor_bytes.h"
 
 #include <torch/version.h>
 
@@ -69,9 +65,10 @@ json read_document(const fs::path& folder) {
     damaged(folder, std::string(kInfoFile) + " does not match its own checksum");
   }
   const json version = document.value("version", json());
-  if (version != kCheckpointVersion) {
+  if (version != kCheckpointVersion && version != kCheckpointVersion - 1) {
     throw CheckpointError("checkpoint " + folder.string() + " has version " + version.dump() +
-                              " of the layout; this Lockstep reads version " +
+                              " of the layout; this Lockstep reads versions " +
+                              std::to_string(kCheckpointVersion - 1) + " and " +
                               std::to_string(kCheckpointVersion),
                           "read it with the Lockstep that wrote it");
   }
@@ -82,59 +79,27 @@ json read_document(const fs::path& folder) {
   return document;
 }
 
-json tensors_as_json(const std::vector<StoredTensor>& tensors) {
-  json list = json::array();
-  for (const StoredTensor& tensor : tensors) {
-    json parts = json::array();
-    for (const StoredPart& part : tensor.parts) {
-      parts.push_back({{"file", part.file},
-                       {"begin", part.begin},
-                       {"offsets", part.box.offsets},
-                       {"sizes", part.box.sizes}});
-    }
-    list.push_back({{"name", tensor.name},
-                    {"dtype", name_of_dtype(&DtypeNames::safetensors, tensor.dtype)},
-                    {"shape", tensor.sizes},
-                    {"parts", std::move(parts)}});
-  }
-  return list;
-}
-
 int64_t numel_of(const std::vector<int64_t>& sizes) {
   return static_cast<int64_t>(c10::multiply_integers(sizes));
 }
 
-bool is_in_file(const std::vector<StoredFile>& files, const StoredPart& part,
-                at::ScalarType dtype) {
-  const auto bytes = static_cast<uint64_t>(numel_of(part.box.sizes)) * c10::elementSize(dtype);
-  return std::any_of(files.begin(), files.end(), [&](const StoredFile& file) {
-    return file.name == part.file && part.begin <= file.bytes && bytes <= file.bytes - part.begin;
-  });
-}
-
-StoredTensor tensor_from(const StoredCheckpoint& checkpoint, const json& item) {
-  const fs::path& folder = checkpoint.folder;
-  StoredTensor tensor;
-  tensor.name = item.at("name");
-  const auto dtype = dtype_of_name(&DtypeNames::safetensors, item.at("dtype").get<std::string>());
-  if (!dtype) damaged(folder, tensor.name + " has the unknown dtype " + item.at("dtype").dump());
-  tensor.dtype = *dtype;
-  item.at("shape").get_to(tensor.sizes);
-  if (!bytes_of_shape(tensor.dtype, tensor.sizes))
-    damaged(folder, tensor.name + " has the shape " + item.at("shape").dump());
-  int64_t elements = 0;
-  for (const json& each : item.at("parts")) {
-    StoredPart part{{each.at("offsets"), each.at("sizes")}, each.at("file"), each.at("begin")};
-    if (!detail::is_within(part.box.offsets, part.box.sizes, tensor.sizes))
-      damaged(folder, tensor.name + " has a part outside");
-    if (!is_in_file(checkpoint.files, part, tensor.dtype))
-      damaged(folder, tensor.name + " has a part outside of " + part.file);
-    elements += numel_of(part.box.sizes);
-    tensor.parts.push_back(std::move(part));
+/// Those in the files whose names begin with `start`, as the files say themselves.
+std::vector<StoredTensor> tensors_of(const StoredCheckpoint& checkpoint, const std::string& start) {
+  std::vector<fs::path> files;
+  for (const StoredFile& file : checkpoint.files) {
+    if (file.name.starts_with(start) && file.name.ends_with(".safetensors"))
+      files.push_back(checkpoint.folder / file.name);
   }
-  if (elements != numel_of(tensor.sizes))
-    damaged(folder, "of " + tensor.name + " a part is missing");
-  return tensor;
+  std::vector<StoredTensor> tensors;
+  for (const auto& found : detail::index_safetensors_files(files, checkpoint.folder).tensors) {
+    tensors.push_back({found.name, found.dtype, found.shape, {}});
+    for (const auto& chunk : found.chunks) {
+      tensors.back().parts.push_back({{chunk.offsets, chunk.sizes},
+                                      chunk.bytes->path.filename(),
+                                      chunk.bytes->where.begin});
+    }
+  }
+  return tensors;
 }
 
 void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& checkpoint) {
@@ -144,12 +109,14 @@ void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& c
     const auto kind = file.contains(kHashNames[0]) ? CheckpointHash::xxh3 : CheckpointHash::sha256;
     checkpoint.files.push_back(
         {name, file.at("bytes"), kind, file.at(kHashNames[static_cast<int>(kind)])});
+    if (!fs::exists(folder / name)) damaged(folder, name + " is missing");
+    const uint64_t bytes = fs::file_size(folder / name), wanted = checkpoint.files.back().bytes;
+    if (bytes != wanted)
+      damaged(folder, name + " has " + std::to_string(bytes) + " bytes in place of " +
+                          std::to_string(wanted));
   }
-  const json& tensors = document.at("tensors");
-  for (const json& item : tensors.at("model"))
-    checkpoint.model.push_back(tensor_from(checkpoint, item));
-  for (const json& item : tensors.at("state"))
-    checkpoint.state.push_back(tensor_from(checkpoint, item));
+  checkpoint.model = tensors_of(checkpoint, "model");
+  checkpoint.state = tensors_of(checkpoint, "state");
 }
 
 /// Zeros that take no memory where nobody writes to them.
@@ -172,61 +139,45 @@ at::Tensor slice(at::Tensor tensor, const std::vector<int64_t>& offsets,
   return tensor;
 }
 
-/// None where the boxes have nothing in common.
-std::optional<TensorBox> intersection(const TensorBox& a, const TensorBox& b) {
-  TensorBox common;
-  for (size_t d = 0; d < a.sizes.size(); ++d) {
-    const int64_t begin = std::max(a.offsets[d], b.offsets[d]);
-    const int64_t end = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
-    if (begin >= end) return std::nullopt;
-    common.offsets.push_back(begin);
-    common.sizes.push_back(end - begin);
-  }
-  return common;
-}
-
-/// `wanted` lies in the part's box. Both are of the whole tensor. The file is read from its first
-/// element to its last: boxes of whole rows have no others between.
+/// `wanted` lies in the part's box. Both are of the whole tensor.
 at::Tensor read_part(const StoredCheckpoint& checkpoint, const StoredPart& part,
-                     const TensorBox& wanted, at::ScalarType dtype) {
-  std::vector<int64_t> strides(wanted.sizes.size());
-  int64_t stride = 1, first = 0, last = 0;
-  for (size_t d = strides.size(); d-- > 0; stride *= part.box.sizes[d]) {
-    strides[d] = stride;
-    first += (wanted.offsets[d] - part.box.offsets[d]) * stride;
-    last += (wanted.sizes[d] - 1) * stride;
-  }
-  at::Tensor elements = at::empty({last + 1}, dtype);
-  const uint64_t begin = part.begin + static_cast<uint64_t>(first) * c10::elementSize(dtype);
+                     const detail::Box& wanted, const StoredTensor& tensor) {
+  const uint64_t bytes =
+      static_cast<uint64_t>(numel_of(part.box.sizes)) * c10::elementSize(tensor.dtype);
+  const ContentOptions where{
+      .packing = ContentOptions::Packing::plain, .begin = part.begin, .size = bytes};
+  const detail::StoredChunk chunk{part.box.offsets, part.box.sizes,
+                                  detail::contiguous_strides(part.box.sizes), 0,
+                                  std::make_shared<const detail::StoredBytes>(detail::StoredBytes{
+                                      checkpoint.folder / part.file, where, bytes})};
   try {
-    ContentReader reader(
-        checkpoint.folder / part.file,
-        {.packing = ContentOptions::Packing::plain, .begin = begin, .size = elements.nbytes()});
-    reader.read_exact(elements.mutable_data_ptr(), elements.nbytes(), "a tensor");
+    const at::Tensor values =
+        detail::read_part({tensor.name, tensor.dtype, tensor.sizes}, chunk, wanted);
+    *checkpoint.bytes_read += static_cast<int64_t>(values.storage().nbytes());
+    return values;
   } catch (const DataError& error) {
     damaged(checkpoint.folder, error.what());
   }
-  *checkpoint.bytes_read += static_cast<int64_t>(elements.nbytes());
-  return elements.as_strided(wanted.sizes, strides);
 }
 
 void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, const TensorBox& box,
               at::Tensor& into) {
   for (const StoredPart& part : tensor.parts) {
-    const auto common = intersection(part.box, box);
-    if (!common) continue;
+    const detail::Box common = detail::intersection({part.box.offsets, part.box.sizes},
+                                                    {box.offsets, box.sizes});
+    if (common.is_empty()) continue;
     at::Tensor values;
     if (part.file.empty()) {
-      TensorBox within = *common;
-      for (size_t d = 0; d < within.offsets.size(); ++d) within.offsets[d] -= part.box.offsets[d];
-      values = slice(part.values, within.offsets, within.sizes);
+      std::vector<int64_t> within = common.offsets;
+      for (size_t d = 0; d < within.size(); ++d) within[d] -= part.box.offsets[d];
+      values = slice(part.values, within, common.sizes);
     } else {
-      values = read_part(checkpoint, part, *common, tensor.dtype);
+      values = read_part(checkpoint, part, common, tensor);
     }
     if (values.sizes().equals(into.sizes()) && !part.file.empty()) {
       into = values.contiguous();
     } else {
-      slice(into, common->offsets, common->sizes).copy_(values);
+      slice(into, common.offsets, common.sizes).copy_(values);
     }
   }
 }
@@ -262,21 +213,16 @@ StoredCheckpoint open_checkpoint(const fs::path& folder) {
     fill_from(folder, document, checkpoint);
   } catch (const json::exception& error) {
     damaged(folder, std::string(kInfoFile) + ": " + error.what());
+  } catch (const DataError& error) {
+    check_files(checkpoint);  // Names the file that was altered.
+    damaged(folder, error.what());
   }
   return checkpoint;
 }
 
 void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
   std::vector<const StoredFile*> files;
-  for (const StoredFile& file : checkpoint.files) {
-    const fs::path path = checkpoint.folder / file.name;
-    if (!fs::exists(path)) damaged(checkpoint.folder, file.name + " is missing");
-    if (const uint64_t bytes = fs::file_size(path); bytes != file.bytes) {
-      damaged(checkpoint.folder, file.name + " has " + std::to_string(bytes) +
-                                     " bytes in place of " + std::to_string(file.bytes));
-    }
-    files.push_back(&file);
-  }
+  for (const StoredFile& file : checkpoint.files) files.push_back(&file);
   std::stable_sort(files.begin(), files.end(),
                    [](const auto* a, const auto* b) { return a->bytes > b->bytes; });
   std::vector<uint64_t> loads(static_cast<size_t>(parts));
@@ -342,8 +288,6 @@ void detail::write_description(const StoredCheckpoint& checkpoint) {
   document["version"] = kCheckpointVersion;
   document["libtorch"] = TORCH_VERSION;
   document["files"] = std::move(files);
-  document["tensors"] = {{"model", tensors_as_json(checkpoint.model)},
-                         {"state", tensors_as_json(checkpoint.state)}};
   document["checksum"] = checksum_of(document);
   FileWriter file(checkpoint.folder / kInfoFile);
   file.write(document.dump() + "\n");

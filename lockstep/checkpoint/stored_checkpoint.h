@@ -49,11 +49,12 @@ struct StoredCheckpoint {
   std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
 };
 
-/// Reads the description of a checkpoint of any version. Throws as read_checkpoint.
+/// Reads the description of a checkpoint and the headers of its files, and compares the sizes of
+/// all. Throws as read_checkpoint.
 StoredCheckpoint open_checkpoint(const std::filesystem::path& folder);
 
-/// Compares the sizes of all files, and the hashes of those that `part` of `parts` readers are to
-/// look at: about as many bytes for each. Throws DamagedCheckpointError.
+/// Compares the hashes of the files that `part` of `parts` readers are to look at: about as many
+/// bytes for each. Throws DamagedCheckpointError.
 void check_files(const StoredCheckpoint& checkpoint, int part = 0, int parts = 1);
 
 /// Which boxes of a tensor are wanted; none: all of it. What lies outside of its sizes is ignored.

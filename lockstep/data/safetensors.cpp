@@ -1,7 +1,6 @@
 #include "lockstep/data/safetensors.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cstdint>
 #include <nlohmann/json.hpp>
@@ -62,10 +61,8 @@ class Reader {
 
  private:
   Json read_header() {
-    std::array<unsigned char, kLengthSize> length_bytes;
-    file_.read_exact(length_bytes.data(), length_bytes.size(), "the header's length");
     uint64_t length = 0;
-    for (size_t i = 0; i < kLengthSize; ++i) length |= uint64_t{length_bytes[i]} << (8 * i);
+    file_.read_exact(&length, kLengthSize, "the header's length");
     const uint64_t room = file_.remaining_limit();
     if (length > kLargestHeader || length > room || length < 2) {
       file_.fail(0,
@@ -239,25 +236,19 @@ detail::StoredTensors detail::index_safetensors(const std::filesystem::path& pat
   return Reader(path).index();
 }
 
-std::vector<uint64_t> detail::write_safetensors(
-    const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata,
-    const std::function<at::Tensor(size_t)>& read,
-    const std::function<void(const void*, size_t)>& write) {
+void detail::write_safetensors(const std::vector<TensorInfo>& tensors,
+                               const std::map<std::string, std::string>& metadata,
+                               const std::function<at::Tensor(size_t)>& read,
+                               const std::function<void(const void*, size_t)>& write) {
   const std::vector<size_t> order = in_file_order(tensors);
   const std::string header = header_of(tensors, order, metadata);
-  std::array<char, kLengthSize> length;
-  for (size_t i = 0; i < kLengthSize; ++i) length[i] = static_cast<char>(header.size() >> (8 * i));
-  write(length.data(), length.size());
+  const uint64_t length = header.size();
+  write(&length, kLengthSize);
   write(header.data(), header.size());
-  std::vector<uint64_t> begins(tensors.size());
-  uint64_t next = length.size() + header.size();
   for (const size_t i : order) {
     const at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
     write(plain.const_data_ptr(), plain.nbytes());
-    begins[i] = next;
-    next += plain.nbytes();
   }
-  return begins;
 }
 
 void detail::write_safetensors(const std::filesystem::path& path,

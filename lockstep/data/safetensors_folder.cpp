@@ -14,7 +14,6 @@ namespace lockstep::detail {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kShardingInfo = "DCP_SHARDING_INFO";
 constexpr const char* kSavedOffsets = "saved_offsets";
 constexpr size_t kMostOfIndex = size_t{256} << 20;
@@ -94,64 +93,83 @@ std::vector<fs::path> safetensors_files(const fs::path& folder, bool weights_onl
 }
 
 void check_weight_map(const std::map<std::string, std::string>& weight_map,
-                      const std::map<std::string, StoredTensor>& tensors, const fs::path& folder) {
+                      const std::vector<StoredTensor>& tensors, const fs::path& folder) {
+  std::set<std::string> names;
+  for (const StoredTensor& tensor : tensors) names.insert(tensor.name);
   for (const auto& [name, file] : weight_map) {
-    if (!tensors.contains(name))
+    if (!names.contains(name))
       throw DataError((folder / kIndexFile).string() + " names tensor '" + name + "' of " + file +
                           ", which no file of the folder has",
                       "a file is missing: copy or download the folder again");
   }
 }
 
-std::string file_name(size_t index, size_t count) {
-  char name[64];
-  std::snprintf(name, sizeof name, "model-%05zu-of-%05zu.safetensors", index + 1, count);
-  return name;
-}
-
 /// Writes a file of boxes of the source's tensors, which begin at `offsets`.
 void write_parts(const fs::path& path, const TensorReader& source,
                  const std::vector<TensorInfo>& parts,
                  const std::vector<std::vector<int64_t>>& offsets) {
-  nlohmann::ordered_json sharding = nlohmann::ordered_json::object();
-  for (size_t i = 0; i < parts.size(); ++i) sharding[parts[i].name] = {{kSavedOffsets, offsets[i]}};
-  write_safetensors(
-      path, parts, {{kShardingInfo, sharding.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}},
-      [&](size_t i) { return source.read(parts[i].name, offsets[i], parts[i].shape); });
+  write_safetensors(path, parts, sharding_metadata(parts, offsets), [&](size_t i) {
+    return source.read(parts[i].name, offsets[i], parts[i].shape);
+  });
 }
 
 }  // namespace
 
-StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only) {
-  const std::map<std::string, std::string> weight_map = read_weight_map(folder);
-  std::set<std::string> named;
-  for (const auto& [name, file] : weight_map) named.insert(file);
+std::string numbered_file(const std::string& start, size_t number, size_t count) {
+  char numbers[64];
+  std::snprintf(numbers, sizeof numbers, "-%05zu-of-%05zu.safetensors", number, count);
+  return start + numbers;
+}
+
+std::map<std::string, std::string> sharding_metadata(
+    const std::vector<TensorInfo>& boxes, const std::vector<std::vector<int64_t>>& offsets) {
+  nlohmann::ordered_json info = nlohmann::ordered_json::object();
+  for (size_t i = 0; i < boxes.size(); ++i) info[boxes[i].name] = {{kSavedOffsets, offsets[i]}};
+  return {{kShardingInfo, info.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}};
+}
+
+std::string index_text(const std::map<std::string, std::string>& files, uint64_t bytes) {
+  const nlohmann::ordered_json index = {{"metadata", {{"total_size", bytes}}},
+                                        {"weight_map", files}};
+  return index.dump(2) + "\n";
+}
+
+StoredTensors index_safetensors_files(const std::vector<fs::path>& files, const fs::path& folder) {
   StoredTensors stored;
   stored.format = "hf";
   std::map<std::string, StoredTensor> all;
-  bool any = false;
-  for (const fs::path& path : safetensors_files(folder, weights_only)) {
+  for (const fs::path& path : files) {
     StoredTensors file = index_safetensors(path);
-    const bool has_shards = file.metadata.contains(kShardingInfo);
-    // Beside its files a folder may hold the same weights in another layout.
-    if (!named.empty() && !has_shards && !named.contains(path.filename().string())) continue;
-    any = true;
     place_shards(file, path);
     for (const auto& [key, value] : file.metadata) {
       if (key != kShardingInfo) stored.metadata[key] = value;
     }
     add_file(all, std::move(file), path);
   }
-  if (!any)
-    throw DataError(
-        "folder " + folder.string() +
-            " holds no weights: neither safetensors files, nor .metadata, nor a checkpoint",
-        "give a safetensors or .pt file, or the --checkpoint-dir of a run");
-  check_weight_map(weight_map, all, folder);
   for (auto& [name, tensor] : all) {
     check_chunks_cover(tensor, folder.string());
     stored.tensors.push_back(std::move(tensor));
   }
+  return stored;
+}
+
+StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only) {
+  const std::map<std::string, std::string> weight_map = read_weight_map(folder);
+  std::set<std::string> named;
+  for (const auto& [name, file] : weight_map) named.insert(file);
+  std::vector<fs::path> files = safetensors_files(folder, weights_only);
+  // Beside its files a folder may hold the same weights in another layout.
+  std::erase_if(files, [&](const fs::path& path) {
+    return !named.empty() && !named.contains(path.filename().string()) &&
+           !index_safetensors(path).metadata.contains(kShardingInfo);
+  });
+  if (files.empty())
+    throw DataError(
+        "folder " + folder.string() +
+            " holds no weights: neither safetensors files, nor .metadata, nor a checkpoint",
+        "give a safetensors or .pt file, or the --checkpoint-dir of a run");
+  StoredTensors stored = index_safetensors_files(files, folder);
+  check_weight_map(weight_map, stored.tensors, folder);
   return stored;
 }
 
@@ -170,18 +188,17 @@ void write_safetensors_folder(const fs::path& folder, const TensorReader& source
     in_file += bytes;
     total += bytes;
   }
-  nlohmann::ordered_json index = {{"metadata", {{"total_size", total}}},
-                                  {"weight_map", nlohmann::ordered_json::object()}};
+  std::map<std::string, std::string> file_of;
   for (size_t i = 0; i < files.size(); ++i) {
-    const std::string name = file_name(i, files.size());
+    const std::string name = numbered_file("model", i + 1, files.size());
     std::vector<std::vector<int64_t>> offsets;
     for (const TensorInfo& tensor : files[i]) {
       offsets.emplace_back(tensor.shape.size());
-      index["weight_map"][tensor.name] = name;
+      file_of[tensor.name] = name;
     }
     write_parts(folder / name, source, files[i], offsets);
   }
-  write_file_atomically(folder / kIndexFile, index.dump(2) + "\n");
+  write_file_atomically(folder / kIndexFile, index_text(file_of, total));
 }
 
 void write_safetensors_shards(const fs::path& folder, const TensorReader& source, int64_t shards) {
@@ -204,8 +221,9 @@ void write_safetensors_shards(const fs::path& folder, const TensorReader& source
       offsets.push_back(std::move(offset));
       parts.push_back(std::move(part));
     }
-    write_parts(folder / file_name(static_cast<size_t>(i), static_cast<size_t>(shards)), source,
-                parts, offsets);
+    write_parts(folder / numbered_file("model", static_cast<size_t>(i + 1),
+                                       static_cast<size_t>(shards)),
+                source, parts, offsets);
   }
 }
 

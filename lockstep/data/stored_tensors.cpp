@@ -23,6 +23,21 @@ bool overlap(const StoredChunk& a, const StoredChunk& b) {
 
 }  // namespace
 
+bool Box::is_empty() const {
+  return std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size <= 0; });
+}
+
+Box intersection(const Box& a, const Box& b) {
+  Box both;
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    const int64_t begin = std::max(a.offsets[d], b.offsets[d]);
+    const int64_t end = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
+    both.offsets.push_back(begin);
+    both.sizes.push_back(end - begin);
+  }
+  return both;
+}
+
 bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape) {
   if (sizes.size() != shape.size() || offsets.size() != shape.size()) return false;
   for (size_t d = 0; d < shape.size(); ++d) {

@@ -35,6 +35,20 @@ struct StoredTensor : TensorInfo {
   std::vector<StoredChunk> chunks;  ///< Without overlap, they cover the shape.
 };
 
+/// A box in a tensor.
+struct Box {
+  std::vector<int64_t> offsets;
+  std::vector<int64_t> sizes;
+  bool is_empty() const;
+};
+
+/// What both have. Sizes are below 0 where that is nothing.
+Box intersection(const Box& a, const Box& b);
+
+/// The elements of a box that lies in the chunk, both in the tensor. Reads from the first one to
+/// the last: boxes of whole rows have no others between. The result may have gaps.
+at::Tensor read_part(const TensorInfo& tensor, const StoredChunk& chunk, const Box& box);
+
 struct StoredTensors {
   std::string format;
   std::vector<TensorInfo> infos;  ///< Of `tensors`, in the same order.
@@ -62,20 +76,36 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<Tens
                        const std::map<std::string, std::string>& metadata,
                        const std::function<at::Tensor(size_t)>& read);
 
-/// The bytes of such a file, from front to back, to `write`. Gives where each of `tensors` begins.
-std::vector<uint64_t> write_safetensors(
-    const std::vector<TensorInfo>& tensors, const std::map<std::string, std::string>& metadata,
-    const std::function<at::Tensor(size_t)>& read,
-    const std::function<void(const void* data, size_t size)>& write);
+/// The bytes of such a file, from front to back, to `write`.
+void write_safetensors(const std::vector<TensorInfo>& tensors,
+                       const std::map<std::string, std::string>& metadata,
+                       const std::function<at::Tensor(size_t)>& read,
+                       const std::function<void(const void* data, size_t size)>& write);
 
 /// Of a .pt file, or of one that lies within another file (`begin`, `size`). `root` is the name of
 /// what was saved, before those of its parts.
 StoredTensors index_pt(const std::filesystem::path& path, uint64_t begin = 0,
                        std::optional<uint64_t> size = {}, const std::string& root = {});
 
+/// Safetensors files of `folder`. A tensor may be sharded over several.
+StoredTensors index_safetensors_files(const std::vector<std::filesystem::path>& files,
+                                      const std::filesystem::path& folder);
+
 /// A folder of safetensors files.
 StoredTensors index_safetensors_folder(const std::filesystem::path& folder,
                                        bool weights_only = false);
+
+/// "model-00001-of-00002.safetensors" for the start "model", as Hugging Face counts files, from 1.
+std::string numbered_file(const std::string& start, size_t number, size_t count);
+
+/// The metadata of a file with boxes of tensors, which begin at these offsets, as Python's
+/// HuggingFaceStorageWriter has it.
+std::map<std::string, std::string> sharding_metadata(
+    const std::vector<TensorInfo>& boxes, const std::vector<std::vector<int64_t>>& offsets);
+
+/// Which tensor is in which file of a folder, and the bytes of all.
+inline constexpr const char* kIndexFile = "model.safetensors.index.json";
+std::string index_text(const std::map<std::string, std::string>& files, uint64_t bytes);
 
 /// Writes files of at most `largest_file` bytes, or one tensor, and an index into an empty folder.
 /// Python's HuggingFaceStorageReader and Hugging Face's libraries read it.

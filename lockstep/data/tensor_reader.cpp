@@ -13,6 +13,7 @@ namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
+using detail::Box;
 using detail::StoredBytes;
 using detail::StoredChunk;
 using detail::StoredTensor;
@@ -49,28 +50,6 @@ const StoredTensor& tensor_named(const StoredTensors& stored, const std::string&
   return stored.tensors[found->second];
 }
 
-/// A box in a tensor or in a chunk of it.
-struct Box {
-  std::vector<int64_t> offsets;
-  std::vector<int64_t> sizes;
-};
-
-bool is_empty(const Box& box) {
-  return std::any_of(box.sizes.begin(), box.sizes.end(), [](int64_t size) { return size <= 0; });
-}
-
-/// What both have, in the tensor.
-Box intersection(const Box& box, const StoredChunk& chunk) {
-  Box both;
-  for (size_t d = 0; d < box.sizes.size(); ++d) {
-    const int64_t begin = std::max(box.offsets[d], chunk.offsets[d]);
-    const int64_t end = std::min(box.offsets[d] + box.sizes[d], chunk.offsets[d] + chunk.sizes[d]);
-    both.offsets.push_back(begin);
-    both.sizes.push_back(end - begin);
-  }
-  return both;
-}
-
 /// `size` bytes from `begin` on, as a uint8 tensor.
 at::Tensor read_storage(const StoredBytes& bytes, uint64_t begin, uint64_t size,
                         const std::string& what) {
@@ -90,23 +69,6 @@ at::Tensor read_storage(const StoredBytes& bytes, uint64_t begin, uint64_t size,
              : read.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(size)).clone();
 }
 
-/// The part of a chunk that lies in `box`, a box of the tensor.
-at::Tensor read_part(const StoredTensor& tensor, const StoredChunk& chunk, const Box& box) {
-  int64_t first = chunk.first;
-  int64_t last = 0;
-  for (size_t d = 0; d < box.sizes.size(); ++d) {
-    first += (box.offsets[d] - chunk.offsets[d]) * chunk.strides[d];
-    last += (box.sizes[d] - 1) * chunk.strides[d];
-  }
-  const uint64_t width = at::elementSize(tensor.dtype);
-  const std::string what = "tensor '" + tensor.name + "'";
-  const at::Tensor bytes = read_storage(*chunk.bytes, first * width, (last + 1) * width, what);
-  if (tensor.dtype == at::kBool && bytes.gt(1).any().item<bool>())
-    throw DataError(chunk.bytes->path.string() + ": " + what +
-                    " has a byte other than 0 or 1 for a boolean: the file is damaged");
-  return at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides);
-}
-
 /// Memory that a file of few bytes could ask for, by strides of 0.
 void check_is_not_expanded(const StoredTensor& tensor, const StoredChunk& part, const Box& box) {
   constexpr double kLargest = 1 << 24;
@@ -118,13 +80,13 @@ void check_is_not_expanded(const StoredTensor& tensor, const StoredChunk& part, 
 }
 
 at::Tensor read_box(const StoredTensor& tensor, const Box& box) {
-  if (is_empty(box)) return at::empty(box.sizes, at::dtype(tensor.dtype));
+  if (box.is_empty()) return at::empty(box.sizes, at::dtype(tensor.dtype));
   at::Tensor whole;
   for (const StoredChunk& chunk : tensor.chunks) {
-    const Box both = intersection(box, chunk);
-    if (is_empty(both)) continue;
+    const Box both = detail::intersection(box, {chunk.offsets, chunk.sizes});
+    if (both.is_empty()) continue;
     check_is_not_expanded(tensor, chunk, both);
-    const at::Tensor part = read_part(tensor, chunk, both);
+    const at::Tensor part = detail::read_part(tensor, chunk, both);
     if (both.sizes == box.sizes) return part.contiguous();
     if (!whole.defined()) whole = at::empty(box.sizes, at::dtype(tensor.dtype));
     at::Tensor target = whole;
@@ -148,6 +110,22 @@ void read_through(const StoredBytes& bytes) {
 }
 
 }  // namespace
+
+at::Tensor detail::read_part(const TensorInfo& tensor, const StoredChunk& chunk, const Box& box) {
+  int64_t first = chunk.first;
+  int64_t last = 0;
+  for (size_t d = 0; d < box.sizes.size(); ++d) {
+    first += (box.offsets[d] - chunk.offsets[d]) * chunk.strides[d];
+    last += (box.sizes[d] - 1) * chunk.strides[d];
+  }
+  const uint64_t width = at::elementSize(tensor.dtype);
+  const std::string what = "tensor '" + tensor.name + "'";
+  const at::Tensor bytes = read_storage(*chunk.bytes, first * width, (last + 1) * width, what);
+  if (tensor.dtype == at::kBool && bytes.gt(1).any().item<bool>())
+    throw DataError(chunk.bytes->path.string() + ": " + what +
+                    " has a byte other than 0 or 1 for a boolean: the file is damaged");
+  return at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides);
+}
 
 TensorReader::TensorReader(const fs::path& path, bool weights_only) {
   StoredTensors stored = index_of(path, weights_only);
