@@ -3,8 +3,8 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
+#include <future>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -30,65 +30,59 @@ CheckpointOverlap checkpoint_overlap(const std::string& name) {
 }
 
 struct CheckpointWriter::Pending {
-  explicit Pending(detail::ShardedSave what) : save(std::move(what)) {}
   detail::ShardedSave save;
-  std::string error;
-  std::atomic<bool> done = false;
-  std::thread thread;
+  std::future<std::string> error;  ///< Of a thread, for which its destructor waits.
 };
 
 CheckpointWriter::CheckpointWriter(ProcessGroup group, CheckpointFolder folder)
     : group_(std::move(group)), folder_(std::move(folder)) {}
 
-CheckpointWriter::~CheckpointWriter() {
-  join();
-}
-
-void CheckpointWriter::join() {
-  if (pending_ && pending_->thread.joinable()) pending_->thread.join();
-}
+CheckpointWriter::~CheckpointWriter() = default;
 
 bool CheckpointWriter::is_busy_anywhere() {
-  int busy = pending_ && !pending_->done ? 1 : 0;
+  const auto now = std::chrono::seconds(0);
+  int busy = pending_ && pending_->error.wait_for(now) != std::future_status::ready ? 1 : 0;
   if (group_.size() > 1) group_.all_reduce_values(ReduceOp::max, busy);
   return busy != 0;
 }
 
 bool CheckpointWriter::save(const CheckpointShards& shards, CheckpointOverlap overlap) {
   if (overlap == CheckpointOverlap::skip && is_busy_anywhere()) return false;
-  join();
-  auto next = std::make_unique<Pending>(detail::ShardedSave(group_, shards));
-  pending_ = std::move(next);
+  if (pending_) pending_->error.wait();
+  auto next = std::make_unique<Pending>(Pending{detail::ShardedSave(group_, shards), {}});
+  pending_.reset();
   if (overlap == CheckpointOverlap::none) {
-    pending_->error = pending_->save.write(group_, folder_);
-    finish();
+    const std::string error = next->save.write(group_, folder_);
+    if (!error.empty()) throw CheckpointError(error);
     return true;
   }
-  copy(pending_->save.tensors());
+  copy(next->save.tensors());
   if (!own_group_ && group_.size() > 1) {
     own_group_ = group_.split(0, group_.rank());
     own_group_.set_timeout(std::max<std::chrono::milliseconds>(kLongestWrite, group_.timeout()));
   }
   const ProcessGroup& group = group_.size() > 1 ? own_group_ : group_;
-  pending_->thread = std::thread([this, &group, pending = pending_.get()] {
+  next->error = std::async(std::launch::async, [this, &group, &save = next->save] {
+    std::string error;
     try {
-      pending->error = pending->save.write(group, folder_);
-      if (!pending->error.empty() && group.rank() == 0) log_warning(pending->error);
+      error = save.write(group, folder_);
+      if (!error.empty() && group.rank() == 0) log_warning(error);
     } catch (const CommError& failure) {
-      pending->error = failure.what();  // Training learns of it, too.
+      error = failure.what();  // Training learns of it, too.
     } catch (const std::exception& failure) {
-      pending->error = failure.what();
-      log_warning(pending->error);
+      error = failure.what();
+      log_warning(error);
     }
-    pending->done = true;
+    return error;
   });
+  pending_ = std::move(next);
   return true;
 }
 
 void CheckpointWriter::finish() {
-  join();
   const auto finished = std::exchange(pending_, nullptr);
-  if (finished && !finished->error.empty()) throw CheckpointError(finished->error);
+  const std::string error = finished ? finished->error.get() : "";
+  if (!error.empty()) throw CheckpointError(error);
 }
 
 /// One after the other into the buffer, each where it is aligned for any dtype.

@@ -2,10 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <exception>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/comm/process_group.h"
@@ -43,7 +41,6 @@ class CheckpointWriter {
   void finish();
 
  private:
-  void join();
   bool is_busy_anywhere();
   void copy(std::map<size_t, at::Tensor>& tensors);
 
