@@ -18,20 +18,21 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// "max 100000" or "150000 100000".
-std::optional<double> quota_v2(const fs::path& folder) {
-  const auto words = split(first_line(folder / "cpu.max"), ' ');
-  if (words.size() != 2) return std::nullopt;
-  const auto quota = parse_int(words[0]), period = parse_int(words[1]);
+/// None where one is no number ("max", -1).
+std::optional<double> ratio(const std::string& quota_text, const std::string& period_text) {
+  const auto quota = parse_int(quota_text), period = parse_int(period_text);
   if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
   return static_cast<double>(*quota) / static_cast<double>(*period);
 }
 
+/// "max 100000" or "150000 100000".
+std::optional<double> quota_v2(const fs::path& folder) {
+  const auto words = split(first_line(folder / "cpu.max"), ' ');
+  return words.size() == 2 ? ratio(words[0], words[1]) : std::nullopt;
+}
+
 std::optional<double> quota_v1(const fs::path& folder) {
-  const auto quota = parse_int(first_line(folder / "cpu.cfs_quota_us"));
-  const auto period = parse_int(first_line(folder / "cpu.cfs_period_us"));
-  if (!quota || !period || *quota <= 0 || *period <= 0) return std::nullopt;
-  return static_cast<double>(*quota) / static_cast<double>(*period);
+  return ratio(first_line(folder / "cpu.cfs_quota_us"), first_line(folder / "cpu.cfs_period_us"));
 }
 
 std::optional<double> least(std::optional<double> a, std::optional<double> b) {
