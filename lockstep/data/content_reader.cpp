@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <vector>
 
 #include "lockstep/base/error.h"
@@ -23,6 +22,10 @@ constexpr size_t kBufferSize = 1 << 18;
 constexpr uint64_t kDeflateRatio = 1032;
 constexpr size_t kLargestPiece = 1u << 30;  // ISA-L counts in 32 bits
 
+bool starts_gzip(const unsigned char* bytes, size_t size) {
+  return size >= 2 && bytes[0] == 0x1f && bytes[1] == 0x8b;
+}
+
 }  // namespace
 
 struct ContentReader::Input {
@@ -33,13 +36,9 @@ struct ContentReader::Input {
   bool inflating = false;
   bool unpacked_before = false;  ///< By the caller.
   bool stream_done = false;      ///< A deflate stream ended well; another gzip member may follow.
-  std::vector<unsigned char> buffer;
-  /// next_in and avail_in are the unread part of `buffer`, for plain files too. 90 KB.
+  std::vector<unsigned char> buffer;  ///< Of a packed file.
+  /// next_in and avail_in are the unread part of `buffer`, or of what the caller has unpacked.
   inflate_state stream{};
-
-  bool starts_gzip() const {
-    return stream.avail_in >= 2 && stream.next_in[0] == 0x1f && stream.next_in[1] == 0x8b;
-  }
 };
 
 ContentReader::ContentReader(fs::path path, ContentOptions options)
@@ -62,13 +61,17 @@ ContentReader::ContentReader(fs::path path, ContentOptions options)
   const uint64_t left = file_size - in.position;
   in.end = in.position + std::min(left, options_.size.value_or(left));
   in.packed_size = in.end - in.position;
-  in.buffer.resize(kBufferSize);
   using Packing = ContentOptions::Packing;
-  if (options_.packing == Packing::deflate) {
-    start_inflating();
-  } else if (options_.packing == Packing::detect_gzip && fill() >= 2 && in.starts_gzip()) {
-    start_inflating();
+  bool packed = options_.packing == Packing::deflate;
+  if (options_.packing == Packing::detect_gzip) {
+    unsigned char start[2] = {};
+    const size_t read = read_file(start, sizeof start);
+    in.position -= read;
+    packed = starts_gzip(start, read);
   }
+  if (!packed) return;
+  in.buffer.resize(kBufferSize);
+  start_inflating();
 }
 
 ContentReader::ContentReader(fs::path path, std::span<const std::byte> content)
@@ -82,19 +85,10 @@ ContentReader::ContentReader(fs::path path, std::span<const std::byte> content)
 
 ContentReader::~ContentReader() = default;
 
-// ISA-L forgets a header's checksum where the input ends within the header: the buffer is filled up
-// first.
 void ContentReader::start_inflating() {
   Input& in = *input_;
-  auto& left = in.stream.avail_in;
-  std::copy_n(in.stream.next_in, left, in.buffer.data());
-  in.stream.next_in = in.buffer.data();
-  while (left < in.buffer.size()) {
-    const size_t n = read_file(in.buffer.data() + left, in.buffer.size() - left);
-    if (n == 0) break;
-    left += static_cast<uint32_t>(n);
-  }
-  if (in.inflating && !in.starts_gzip()) {
+  fill();  // ISA-L forgets a header's checksum where the input ends within the header.
+  if (in.inflating && !starts_gzip(in.stream.next_in, in.stream.avail_in)) {
     fail(offset_, "bytes follow that are no gzip member", "copy or download the file again");
   }
   ::isal_inflate_reset(&in.stream);
@@ -123,47 +117,40 @@ void ContentReader::fail(uint64_t offset, const std::string& complaint,
       path_.string() + member + ", byte " + std::to_string(offset) + unpacked + complaint, hint);
 }
 
-/// Takes up to `size` bytes from the file at its position; 0 at the content's end.
+/// Takes `size` bytes from the file at its position. Fewer only at the content's end.
 size_t ContentReader::read_file(unsigned char* out, size_t size) {
   Input& in = *input_;
-  const auto wanted = static_cast<size_t>(std::min<uint64_t>(size, in.end - in.position));
-  if (wanted == 0) return 0;
-  ssize_t n;
-  do {
-    n = ::pread(in.fd.get(), out, wanted, static_cast<off_t>(in.position));
-  } while (n < 0 && errno == EINTR);
-  if (n < 0) throw SystemError("cannot read " + path_.string(), errno);
-  in.position += static_cast<uint64_t>(n);
-  if (n == 0) in.end = in.position;  // the file has become shorter since it was opened
-  return static_cast<size_t>(n);
-}
-
-/// Refills the empty buffer; 0 at the end.
-size_t ContentReader::fill() {
-  Input& in = *input_;
-  const size_t n = read_file(in.buffer.data(), in.buffer.size());
-  in.stream.next_in = in.buffer.data();
-  in.stream.avail_in = static_cast<uint32_t>(n);
-  return n;
-}
-
-size_t ContentReader::read_plain(unsigned char* out, size_t size) {
-  Input& in = *input_;
   size_t done = 0;
-  while (done < size) {
-    if (in.stream.avail_in > 0) {
-      const size_t n = std::min<size_t>(size - done, in.stream.avail_in);
-      std::memcpy(out + done, in.stream.next_in, n);
-      in.stream.next_in += n;
-      in.stream.avail_in -= static_cast<uint32_t>(n);
-      done += n;
-    } else {
-      const size_t n = read_file(out + done, size - done);
-      if (n == 0) break;
-      done += n;
-    }
+  while (done < size && in.position < in.end) {
+    const auto wanted = static_cast<size_t>(std::min<uint64_t>(size - done, in.end - in.position));
+    const ssize_t n = ::pread(in.fd.get(), out + done, wanted, static_cast<off_t>(in.position));
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) throw SystemError("cannot read " + path_.string(), errno);
+    if (n == 0) in.end = in.position;  // the file has become shorter since it was opened
+    in.position += static_cast<uint64_t>(n);
+    done += static_cast<size_t>(n);
   }
   return done;
+}
+
+/// Moves what is unread to the buffer's start and reads as much behind it as fits. Gives how much
+/// is unread.
+size_t ContentReader::fill() {
+  Input& in = *input_;
+  auto& left = in.stream.avail_in;
+  std::copy_n(in.stream.next_in, left, in.buffer.data());
+  left += static_cast<uint32_t>(read_file(in.buffer.data() + left, in.buffer.size() - left));
+  in.stream.next_in = in.buffer.data();
+  return left;
+}
+
+size_t ContentReader::read_unpacked(unsigned char* out, size_t size) {
+  auto& stream = input_->stream;
+  const size_t n = std::min<size_t>(size, stream.avail_in);
+  std::copy_n(stream.next_in, n, out);
+  stream.next_in += n;
+  stream.avail_in -= static_cast<uint32_t>(n);
+  return n;
 }
 
 size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
@@ -202,7 +189,9 @@ size_t ContentReader::inflate_into(unsigned char* out, size_t size) {
 
 size_t ContentReader::read_some(void* out, size_t size) {
   auto* bytes = static_cast<unsigned char*>(out);
-  const size_t n = input_->inflating ? inflate_into(bytes, size) : read_plain(bytes, size);
+  const size_t n = input_->inflating         ? inflate_into(bytes, size)
+                   : input_->unpacked_before ? read_unpacked(bytes, size)
+                                             : read_file(bytes, size);
   // Without the test for 0, a null `out` (an empty tensor's memory) would start the sum anew.
   if (options_.crc32 && n > 0) crc32_ = static_cast<uint32_t>(::crc32_gzip_refl(crc32_, bytes, n));
   offset_ += n;

@@ -67,7 +67,7 @@ class ContentReader {
   void start_inflating();
   size_t read_file(unsigned char* out, size_t size);
   size_t fill();
-  size_t read_plain(unsigned char* out, size_t size);
+  size_t read_unpacked(unsigned char* out, size_t size);
   size_t inflate_into(unsigned char* out, size_t size);
 
   std::filesystem::path path_;
