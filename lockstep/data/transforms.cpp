@@ -140,25 +140,6 @@ ImageSize image_size(const Transform& transform, const SampleSpec& input) {
   refuse(transform, input, "images [H, W] or [C, H, W]");
 }
 
-/// One value of a dtype, as bytes.
-struct Pixel {
-  std::array<std::byte, 16> bytes{};
-  size_t size = 0;
-};
-
-Pixel make_pixel(double value, at::ScalarType dtype) {
-  const at::Tensor scalar = at::full({}, value, dtype);
-  Pixel pixel;
-  pixel.size = scalar.nbytes();
-  std::memcpy(pixel.bytes.data(), scalar.const_data_ptr(), pixel.size);
-  return pixel;
-}
-
-void fill_pixels(std::byte* to, int64_t count, const Pixel& pixel) {
-  for (int64_t i = 0; i < count; ++i)
-    std::memcpy(to + i * pixel.size, pixel.bytes.data(), pixel.size);
-}
-
 class RandomCrop : public Transform {
  public:
   explicit RandomCrop(RandomCropOptions options) : options_(options) {
@@ -188,17 +169,18 @@ class RandomCrop : public Transform {
              const TransformContext& context) const override {
     const ImageSize image = image_size(*this, input);
     const ImageSize crop = crop_size(image);
-    const Pixel fill = make_pixel(options_.fill, input.dtype);
+    const at::Tensor fill = at::full({crop.width}, options_.fill, input.dtype);
+    const int64_t size = fill.element_size();
     auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
-    const auto crop_bytes = static_cast<int64_t>(crop.height * crop.width * fill.size);
+    const int64_t crop_bytes = crop.height * crop.width * size;
     for (int64_t i = 0; i < rows.size(); ++i) {
       KeyedRandom random(context.seed, context.epoch, context.indices[i]);
       const int64_t top = position(random, image.height, crop.height);
       const int64_t left = position(random, image.width, crop.width);
       const std::byte* from = rows[i];
       for (int64_t c = 0; c < image.channels; ++c, to += crop_bytes)
-        copy_plane(from + c * image.height * image.width * fill.size, image, to, crop, top, left,
-                   fill);
+        copy_plane(from + c * image.height * image.width * size, image, to, crop, top, left,
+                   static_cast<const std::byte*>(fill.const_data_ptr()), size);
     }
   }
 
@@ -212,21 +194,22 @@ class RandomCrop : public Transform {
     const int64_t positions = image + 2 * options_.padding - crop + 1;
     return static_cast<int64_t>(random.below(positions)) - options_.padding;
   }
+  /// `fill` is a row of the crop, `size` the bytes of a pixel.
   static void copy_plane(const std::byte* from, const ImageSize& image, std::byte* to,
-                         const ImageSize& crop, int64_t top, int64_t left, const Pixel& fill) {
-    const auto size = static_cast<int64_t>(fill.size);
+                         const ImageSize& crop, int64_t top, int64_t left, const std::byte* fill,
+                         int64_t size) {
     const int64_t first = std::clamp<int64_t>(-left, 0, crop.width);
     const int64_t last = std::clamp<int64_t>(image.width - left, first, crop.width);
     for (int64_t y = 0; y < crop.height; ++y, to += crop.width * size) {
       const int64_t source_y = y + top;
       if (source_y < 0 || source_y >= image.height) {
-        fill_pixels(to, crop.width, fill);
+        std::memcpy(to, fill, crop.width * size);
         continue;
       }
-      fill_pixels(to, first, fill);
+      std::memcpy(to, fill, first * size);
       std::memcpy(to + first * size, from + (source_y * image.width + left + first) * size,
                   (last - first) * size);
-      fill_pixels(to + last * size, crop.width - last, fill);
+      std::memcpy(to + last * size, fill, (crop.width - last) * size);
     }
   }
 
