@@ -2,10 +2,8 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <cstdint>
-#include <sstream>
-#include <vector>
+#include <filesystem>
 
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -13,15 +11,11 @@
 namespace lockstep {
 namespace {
 
-std::string link_target(const char* path) {
-  std::array<char, 128> target{};
-  const ssize_t length = readlink(path, target.data(), target.size());
-  return length > 0 ? std::string(target.data(), static_cast<size_t>(length)) : std::string();
-}
-
 /// Two processes with the same place see each other's numbers.
 std::string place() {
-  return first_line("/proc/sys/kernel/random/boot_id") + "," + link_target("/proc/self/ns/pid");
+  std::error_code ignored;
+  const auto processes = std::filesystem::read_symlink("/proc/self/ns/pid", ignored);
+  return first_line("/proc/sys/kernel/random/boot_id") + "," + processes.string();
 }
 
 struct Stat {
@@ -38,11 +32,9 @@ Stat read_stat(const std::string& pid) {
   const std::string line = first_line("/proc/" + pid + "/stat");
   const size_t close = line.rfind(')');
   if (close == std::string::npos) return {};
-  std::istringstream fields(line.substr(close + 1));
-  std::vector<std::string> values;
-  for (std::string field; values.size() < 20 && fields >> field;) values.push_back(field);
-  if (values.size() < 20) return {};
-  return {values[0][0], parse_int(values[17]).value_or(0), values[19]};
+  const auto fields = split(std::string_view(line).substr(close), ' ');
+  if (fields.size() < 21) return {};
+  return {fields[1][0], parse_int(fields[18]).value_or(0), fields[20]};
 }
 
 }  // namespace
