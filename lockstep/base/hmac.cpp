@@ -8,37 +8,28 @@
 
 namespace lockstep {
 
-struct Hmac::Context {
-  EVP_MAC* mac = EVP_MAC_fetch(nullptr, "HMAC", nullptr);
-  EVP_MAC_CTX* handle = mac ? EVP_MAC_CTX_new(mac) : nullptr;
-  ~Context() {
-    EVP_MAC_CTX_free(handle);
-    EVP_MAC_free(mac);
-  }
-};
-
-Hmac::Hmac(const std::string& key) : context_(std::make_unique<Context>()) {
+Hmac::Hmac(const std::string& key) : context_(nullptr, EVP_MAC_CTX_free) {
+  EVP_MAC* const mac = EVP_MAC_fetch(nullptr, "HMAC", nullptr);
+  if (mac) context_.reset(EVP_MAC_CTX_new(mac));
+  EVP_MAC_free(mac);  // The context keeps it.
   char digest[] = "SHA256";
   const OSSL_PARAM parameters[] = {OSSL_PARAM_construct_utf8_string("digest", digest, 0),
                                    OSSL_PARAM_construct_end()};
-  if (!context_->handle ||
-      EVP_MAC_init(context_->handle, reinterpret_cast<const unsigned char*>(key.data()), key.size(),
+  if (!context_ ||
+      EVP_MAC_init(context_.get(), reinterpret_cast<const unsigned char*>(key.data()), key.size(),
                    parameters) != 1) {
     throw Error("OpenSSL refuses HMAC-SHA256");
   }
 }
 
-Hmac::~Hmac() = default;
-
 void Hmac::add(const void* data, size_t size) {
-  EVP_MAC_update(context_->handle, static_cast<const unsigned char*>(data), size);
+  EVP_MAC_update(context_.get(), static_cast<const unsigned char*>(data), size);
 }
 
 std::string Hmac::finish() {
   std::string code(kHmacBytes, '\0');
   size_t size = 0;
-  EVP_MAC_final(context_->handle, reinterpret_cast<unsigned char*>(code.data()), &size,
-                code.size());
+  EVP_MAC_final(context_.get(), reinterpret_cast<unsigned char*>(code.data()), &size, code.size());
   return code;
 }
 

@@ -6,6 +6,8 @@
 #include <string>
 #include <string_view>
 
+struct evp_mac_ctx_st;
+
 namespace lockstep {
 
 /// HMAC-SHA256, by OpenSSL, of so many bytes.
@@ -16,15 +18,13 @@ class Hmac {
  public:
   /// Throws Error where OpenSSL refuses it.
   explicit Hmac(const std::string& key);
-  ~Hmac();
   void add(const void* data, size_t size);
   void add_number(int64_t number) { add(&number, sizeof(number)); }
   /// Ends its use.
   std::string finish();
 
  private:
-  struct Context;
-  std::unique_ptr<Context> context_;
+  std::unique_ptr<evp_mac_ctx_st, void (*)(evp_mac_ctx_st*)> context_;  ///< Of OpenSSL.
 };
 
 std::string hmac_sha256(const std::string& key, std::string_view text);
