@@ -52,17 +52,14 @@ Answer ask(const std::string& host, int flags) {
   return answer;
 }
 
-int look_up(const std::string& host, milliseconds timeout, std::vector<ResolvedAddress>& out) {
-  auto answer = in_time([host] { return ask(host, 0); }, timeout);
-  if (!answer) return EAI_AGAIN;
-  out = std::move(answer->addresses);
-  return answer->error;
+/// Numbers need no resolver, and no thread of one.
+Answer ask_for_number(const std::string& host) {
+  return ask(host, AI_NUMERICHOST);
 }
 
-// Numbers need no resolver, and no thread of one.
-bool parse_numeric(const std::string& host, std::vector<ResolvedAddress>& out) {
-  out = ask(host, AI_NUMERICHOST).addresses;
-  return !out.empty();
+Answer look_up(const std::string& host, milliseconds timeout) {
+  if (auto answer = ask_for_number(host); answer.error == 0) return answer;
+  return in_time([host] { return ask(host, 0); }, timeout).value_or(Answer{EAI_AGAIN});
 }
 
 /// The first address of this host's interfaces that `wanted` takes, IPv4 before IPv6; else empty.
@@ -113,14 +110,12 @@ sockaddr_storage local_name(int fd) {
 std::vector<ResolvedAddress> resolve_host(const std::string& host, milliseconds timeout,
                                           milliseconds unknown_for) {
   if (host.empty()) throw UsageError("the address to connect to is empty");
-  std::vector<ResolvedAddress> addresses;
-  if (parse_numeric(host, addresses)) return addresses;
   const auto start = Clock::now();
   const auto unknown_deadline = start + std::min(timeout, unknown_for);
   milliseconds pause{20};
   while (true) {
-    const int error = look_up(host, time_left(start + timeout), addresses);
-    if (error == 0) return addresses;
+    auto [error, addresses] = look_up(host, time_left(start + timeout));
+    if (error == 0) return std::move(addresses);
     const bool unknown = error == EAI_NONAME || error == EAI_NODATA;
     const auto deadline = unknown ? unknown_deadline : start + timeout;
     if (Clock::now() + pause >= deadline) {
@@ -142,14 +137,13 @@ std::string without_brackets(const std::string& host) {
 }
 
 bool is_numeric_host(const std::string& host) {
-  std::vector<ResolvedAddress> addresses;
-  return parse_numeric(host, addresses);
+  return ask_for_number(host).error == 0;
 }
 
 bool is_loopback_host(const std::string& host) {
-  if (to_lower(host) == "localhost") return true;
-  std::vector<ResolvedAddress> addresses;
-  return parse_numeric(host, addresses) && addresses.front().is_loopback;
+  const auto answer = ask_for_number(host);
+  return to_lower(host) == "localhost" ||
+         (answer.error == 0 && answer.addresses.front().is_loopback);
 }
 
 std::string address_of_interface(const std::string& interface) {
@@ -157,10 +151,7 @@ std::string address_of_interface(const std::string& interface) {
 }
 
 std::string local_address_towards(const std::string& host) {
-  std::vector<ResolvedAddress> addresses;
-  if (!parse_numeric(host, addresses) && look_up(host, milliseconds(5000), addresses) != 0)
-    return {};
-  for (const auto& address : addresses) {
+  for (const auto& address : look_up(host, milliseconds(5000)).addresses) {
     // Connecting a datagram socket picks the route and sends nothing.
     const UniqueFd fd(socket(address.socket.ss_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     const auto storage = socket_address(address, 9);
