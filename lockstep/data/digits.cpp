@@ -78,35 +78,6 @@ struct Variation {
 };
 constexpr Variation kVariation;
 
-/// The map from glyph units to pixels of one sample.
-struct Affine {
-  double xx, xy, yx, yy;
-  Point centre;
-
-  Point apply(Point p) const {
-    const double x = p.x - kGlyphCentre.x;
-    const double y = p.y - kGlyphCentre.y;
-    return {centre.x + xx * x + xy * y, centre.y + yx * x + yy * y};
-  }
-};
-
-Affine random_affine(KeyedRandom& random) {
-  const Variation& v = kVariation;
-  const double angle = random.normal() * v.rotation * std::numbers::pi / 180;
-  const double shear = random.normal() * v.shear;
-  const double scale_y = random.uniform(v.height_low, v.height_high) / kGlyphHeight;
-  const double scale_x = scale_y * random.uniform(v.aspect_low, v.aspect_high);
-  const double c = std::cos(angle);
-  const double s = std::sin(angle);
-  const double middle = (kDigitSide - 1) / 2.0;
-  return {.xx = c * scale_x,
-          .xy = (-c * shear - s) * scale_y,
-          .yx = s * scale_x,
-          .yy = (-s * shear + c) * scale_y,
-          .centre = {middle + random.uniform(-v.shift, v.shift),
-                     middle + random.uniform(-v.shift, v.shift)}};
-}
-
 Point catmull_rom(Point a, Point b, Point c, Point d, double t) {
   const auto at = [t](double p, double q, double r, double s) {
     return 0.5 * (2 * q + (r - p) * t + (2 * p - 5 * q + 4 * r - s) * t * t +
@@ -180,20 +151,33 @@ void draw_stroke(Canvas& canvas, const Stroke& stroke, double half_width) {
   }
 }
 
-/// The glyph as this writer writes it: its points displaced, then mapped to pixels.
+/// The glyph as this writer writes it: its points displaced, then mapped from glyph units to
+/// pixels, by one affine map for all.
 Glyph written(const PenGlyph& glyph, KeyedRandom& random) {
-  const Affine affine = random_affine(random);
+  const Variation& v = kVariation;
+  const double angle = random.normal() * v.rotation * std::numbers::pi / 180;
+  const double shear = random.normal() * v.shear;
+  const double scale_y = random.uniform(v.height_low, v.height_high) / kGlyphHeight;
+  const double scale_x = scale_y * random.uniform(v.aspect_low, v.aspect_high);
+  const double c = std::cos(angle), s = std::sin(angle);
+  const double xx = c * scale_x, xy = (-c * shear - s) * scale_y;
+  const double yx = s * scale_x, yy = (-s * shear + c) * scale_y;
+  const double middle = (kDigitSide - 1) / 2.0;
+  const Point centre{middle + random.uniform(-v.shift, v.shift),
+                     middle + random.uniform(-v.shift, v.shift)};
   Glyph result;
   for (const std::vector<int>& numbers : glyph) {
     Stroke& stroke = result.emplace_back();
-    Point original;
     for (size_t i = 0; i < numbers.size(); i += 2) {
-      const Point last = original;
-      original = {double(numbers[i]), double(numbers[i + 1])};
-      const bool corner = i > 0 && original.x == last.x && original.y == last.y;
-      stroke.push_back(corner ? stroke.back()
-                              : affine.apply({original.x + random.normal() * kVariation.point,
-                                              original.y + random.normal() * kVariation.point}));
+      const bool corner =
+          i > 0 && numbers[i] == numbers[i - 2] && numbers[i + 1] == numbers[i - 1];
+      if (corner) {
+        stroke.push_back(stroke.back());
+        continue;
+      }
+      const double x = numbers[i] + random.normal() * v.point - kGlyphCentre.x;
+      const double y = numbers[i + 1] + random.normal() * v.point - kGlyphCentre.y;
+      stroke.push_back({centre.x + xx * x + xy * y, centre.y + yx * x + yy * y});
     }
   }
   return result;
