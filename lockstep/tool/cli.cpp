@@ -392,8 +392,11 @@ void Cli::configure(const std::string& name, const std::string& value, const std
   try {
     OptionInfo* const info = impl_->find(name);
     if (!info) impl_->unknown_flag(name);
-    if (info->placeholder.empty()) expect_one_of(name, value, {"true", "false"});
-    if (!info->placeholder.empty() || value == "true") impl_->give(*info, value);
+    const bool is_flag = info->placeholder.empty();
+    if (is_flag) expect_one_of(name, value, {"true", "false"});
+    const bool leaves_it =
+        is_flag ? value == "false" : value.empty() && info->shown_default.empty();
+    if (!leaves_it) impl_->give(*info, value);
   } catch (const UsageError& error) {
     throw UsageError(where + error.what());
   }

@@ -96,7 +96,8 @@ class Cli {
   /// PET_MAX_RESTARTS, with the prefix "PET_". Throws UsageError, which names the variable.
   void defaults_from_environment(const std::string& prefix);
   /// Before `parse`, likewise: the value that a configuration file has for "--lr", of a flag
-  /// without a value "true" or "false". Throws UsageError, which begins with `where`.
+  /// without a value "true" or "false". Empty: an option without a default stays unset. Throws
+  /// UsageError, which begins with `where`.
   void configure(const std::string& name, const std::string& value, const std::string& where);
   /// Reads the words after the subcommand's name. False when --help was asked for and printed: the
   /// command then returns 0. "--help files" prints the heading alone that has a word which begins
