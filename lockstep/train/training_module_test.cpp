@@ -313,7 +313,7 @@ TEST(TrainingModule, NamedSumsComeBackFromACheckpointsNumbers) {
   sums.note("f1.score", 1.5, 2);
   const MetricSums back = MetricSums::from_values(sums.values("epoch."), "epoch.");
   EXPECT_EQ(back.values(""), sums.values(""));
-  EXPECT_EQ(back.loss, 3);
+  EXPECT_EQ(back.loss.sum, 3);
 }
 
 /// Only one rank sees it, in its shard.
