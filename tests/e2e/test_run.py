@@ -380,7 +380,7 @@ class FlagsOfTorchrun(unittest.TestCase):
 
     def test_a_rank_that_is_replaced_is_an_event(self):
         # The ranks announce that they can go on without one that fails, as those of an ElasticJob do.
-        text = ("touch $LOCKSTEP_GENERATION_FOLDER/worker-$RANK; "
+        text = ("echo [] >$OUT/new-$RANK; mv $OUT/new-$RANK $LOCKSTEP_GENERATION_FOLDER/worker-$RANK; "
                 "if [ $RANK = 1 ] && [ ! -e $OUT/failed ]; then touch $OUT/failed; "
                 "until [ -e $LOCKSTEP_GENERATION_FOLDER/worker-0 ]; do sleep 0.02; done; exit 3; fi; "
                 "[ $RANK = 0 ] || touch $OUT/again; until [ -e $OUT/again ]; do sleep 0.02; done")
