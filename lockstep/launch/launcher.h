@@ -125,8 +125,7 @@ struct WorkerFailure {
 /// it holds outlives the attempt. A worker that is replaced while the others live on
 /// (LaunchPlan::generation_folder) counts as a restart. Returns when all succeeded. Throws
 /// - WorkerError when one failed. The others got TERM and, after Job::Options::grace, KILL. It
-/// tells
-///   the last attempt's failure, and those before in a line each.
+///   tells the last attempt's failure, and those before in a line each.
 /// - InterruptedError when one of `signals` came. It was forwarded, and KILL followed after
 ///   Job::Options::signal_grace or at the second signal.
 /// - SystemError(EPIPE) when nobody reads our output any more. The workers were told to stop.
