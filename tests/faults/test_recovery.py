@@ -171,7 +171,7 @@ class Recovery(unittest.TestCase):
                         took.append(job.kill(victim))
                     else:
                         os.kill(victim, signal.SIGKILL)
-                code, _, errors = job.end()
+                code, _, errors = job.end(600)  # 400,000 samples over Gloo take minutes.
                 self.assertEqual(code, 0, errors)
                 self.check_history(job, samples)
                 self.assertGreater(len(job.pids()), 3, "nobody was replaced")
