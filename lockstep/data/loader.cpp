@@ -106,10 +106,11 @@ class Prefetcher {
   /// The next batch. Waits until it is made. Throws what making it threw. Not to be called after
   /// the last one or after it threw.
   Batch take() {
-    Batch batch = made_.front().get();
+    std::future<Batch> next = std::move(made_.front());
     made_.pop_front();
+    next.wait();
     order();
-    return batch;
+    return next.get();  // Or throws what making it threw. The one after it can be taken then.
   }
 
  private:
