@@ -5,6 +5,7 @@
 #include <torch/csrc/jit/serialization/import.h>
 
 #include <filesystem>
+#include <map>
 #include <sstream>
 
 #include "lockstep/base/error.h"
@@ -52,14 +53,22 @@ jit::Module read_script(const std::string& path) {
   }
 }
 
+/// What stands in a script for the tensors that it had. Names of one tensor get one again: so tied
+/// weights stay tied.
+using Replacements = std::map<const c10::TensorImpl*, at::Tensor>;
+
 /// Puts a tensor into the place of the one of this name in a script.
-void replace(jit::Module script, const std::string& name, const at::Tensor& value) {
+void replace(jit::Module script, const std::string& name, const at::Tensor& value,
+             Replacements& replacements) {
   auto path = split(name, '.');
   const std::string leaf = path.back();
   path.pop_back();
   for (const std::string& child : path) script = script.attr(child).toModule();
-  const bool trained = script.attr(leaf).toTensor().requires_grad();
-  script.setattr(leaf, value.detach().to(at::kCPU, false, true).set_requires_grad(trained));
+  const at::Tensor own = script.attr(leaf).toTensor();
+  at::Tensor& replacement = replacements[own.unsafeGetTensorImpl()];
+  if (!replacement.defined())
+    replacement = value.detach().to(at::kCPU, false, true).set_requires_grad(own.requires_grad());
+  script.setattr(leaf, replacement);
 }
 
 /// The same tree of names as the script's. The tensors are the script's own.
@@ -112,7 +121,8 @@ class ScriptModel : public Model {
 
   void save(const StateDict& state, const std::filesystem::path& path) const {
     jit::Module copy = script_.clone(/*inplace=*/true);  // The tensors are shared until replaced.
-    for (const auto& [name, tensor] : state) replace(copy, name, tensor);
+    Replacements replacements;
+    for (const auto& [name, tensor] : state) replace(copy, name, tensor, replacements);
     copy.eval();
     std::ostringstream bytes;
     copy.save(bytes);

@@ -22,8 +22,9 @@ void expect_script_file(const std::string& path);
 std::shared_ptr<Model> load_script_model(const std::string& path);
 
 /// Writes a model of load_script_model as TorchScript again, with the tensors of `state`, which has
-/// all names of its state_dict, in place of its own. It is written for the CPU and in evaluation
-/// mode. The model stays as it is. Throws UsageError for any other model, and SystemError.
+/// all names of its state_dict, in place of its own. Tied names stay tied. It is written for the
+/// CPU and in evaluation mode. The model stays as it is. Throws UsageError for any other model, and
+/// SystemError.
 void save_script_model(const Model& model, const StateDict& state,
                        const std::filesystem::path& path);
 

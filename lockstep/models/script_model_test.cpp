@@ -78,6 +78,38 @@ TEST_F(ScriptModelTest, FollowsTrainingModeAndDtype) {
   EXPECT_EQ(model->forward(x.to(at::kDouble)).scalar_type(), at::kDouble);
 }
 
+/// Two layers of one weight, each with a bias of its own; one of them is registered twice.
+TEST_F(ScriptModelTest, TiedWeightsStayTiedWhereTheyAreSaved) {
+  const at::Tensor shared = at::ones({3, 3}).set_requires_grad(true);
+  torch::jit::Module model("__torch__.Tied");
+  for (const char* name : {"n", "m"}) {
+    torch::jit::Module layer(std::string("__torch__.") + name);
+    layer.register_parameter("weight", shared, false);
+    layer.register_parameter("bias", at::zeros({3}).set_requires_grad(true), false);
+    layer.define("def forward(self, x):\n    return torch.mm(x, self.weight) + self.bias\n");
+    model.register_module(name, layer);
+    if (name == std::string("m")) model.register_module("again", layer);
+  }
+  model.define(
+      "def forward(self, x):\n"
+      "    return self.again.forward(self.m.forward(self.n.forward(x)))\n");
+  model.save(path("net.pt"));
+  const auto loaded = make_model(path("net.pt"));
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    StateDict state;  // Each name has a copy of its own, as a strategy gathers them.
+    for (const auto& item : loaded->named_parameters())
+      state.emplace_back(item.key(), at::full_like(item.value(), 2, at::dtype(dtype)));
+    ASSERT_EQ(state.size(), 6);
+    save_script_model(*loaded, state, path("out.pt"));
+    const auto saved = make_model(path("out.pt"))->named_parameters();
+    for (const char* name : {"m.weight", "again.weight"})
+      EXPECT_TRUE(saved[name].is_same(saved["n.weight"])) << name;
+    EXPECT_TRUE(saved["m.bias"].is_same(saved["again.bias"]));
+    EXPECT_FALSE(saved["m.bias"].is_same(saved["n.bias"]));
+    EXPECT_TRUE(at::equal(saved["n.weight"], at::full({3, 3}, 2, at::dtype(dtype))));
+  }
+}
+
 TEST_F(ScriptModelTest, WhatIsNoModelIsNamed) {
   EXPECT_THAT([&] { make_model("no/such.pt"); },
               ThrowsMessage<UsageError>(HasSubstr("'no/such.pt': there is no such file")));
