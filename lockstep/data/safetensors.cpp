@@ -57,7 +57,20 @@ class Reader {
     return result;
   }
 
-  detail::StoredTensors index() { return std::move(stored_); }
+  /// Python's save_model writes tied tensors once: the metadata has the written name of the others.
+  detail::StoredTensors index() {
+    std::map<std::string, size_t> places;
+    for (const detail::StoredTensor& tensor : stored_.tensors)
+      places.emplace(tensor.name, places.size());
+    for (const auto& [alias, written] : stored_.metadata) {
+      const auto place = places.find(written);
+      if (place == places.end() || places.contains(alias)) continue;
+      detail::StoredTensor tied = stored_.tensors[place->second];
+      tied.name = alias;
+      stored_.tensors.push_back(std::move(tied));
+    }
+    return std::move(stored_);
+  }
 
  private:
   Json read_header() {

@@ -50,7 +50,7 @@ struct TensorInfo {
 };
 
 /// The tensors of a file or folder, read one at a time or in part. The content decides what it is:
-/// - a safetensors file,
+/// - a safetensors file, with the tied names that Python's save_model left out,
 /// - a .pt file: see load_pt,
 /// - a folder of safetensors files, with or without model.safetensors.index.json. A tensor may be
 ///   sharded over files, as Python's HuggingFaceStorageWriter leaves it (DCP_SHARDING_INFO),

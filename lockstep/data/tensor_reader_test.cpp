@@ -129,5 +129,20 @@ TEST_F(Shards, ConvertNeedsANewFolder) {
   EXPECT_TRUE(TensorReader(folder_.path() / "out").read("x").equal(whole_));
 }
 
+/// Python's save_model writes one of the names of tied tensors, and the others into the metadata.
+TEST(TensorReader, TiedNamesOfTheMetadataAreTensors) {
+  TemporaryDirectory folder;
+  const auto path = folder.path() / "tied.safetensors";
+  const at::Tensor weight = at::arange(6, at::kFloat).view({2, 3});
+  save_safetensors(path, {{"m.weight", weight}, {"m.bias", at::ones({2})}},
+                   {{"format", "pt"}, {"n.weight", "m.weight"}, {"m.bias", "m.weight"}});
+  const TensorReader reader(path);
+  ASSERT_EQ(reader.tensors().size(), 3);
+  EXPECT_TRUE(at::equal(reader.read("n.weight"), weight));
+  EXPECT_TRUE(at::equal(reader.read("m.bias"), at::ones({2}))) << "what is there counts";
+  convert_tensors(reader, folder.path() / "tied.pt", "pt");
+  EXPECT_TRUE(at::equal(TensorReader(folder.path() / "tied.pt").read("n.weight"), weight));
+}
+
 }  // namespace tensor_reader_test
 }  // namespace lockstep
