@@ -115,6 +115,8 @@ void AveragedModel::load_state_dict(const StateDict& state) {
     const auto entry = given.find(name);
     const bool lacks = entry == given.end();
     if (!lacks && entry->second.sizes() == shape) return entry->second;
+    const bool is_scalar = !lacks && name == kCount && entry->second.dim() == 0;
+    if (is_scalar) return entry->second;  // As Python writes it.
     throw CheckpointError("AveragedModel: the state " +
                               std::string(lacks ? "lacks '" : "has another shape for '") + name +
                               "'",

@@ -59,8 +59,8 @@ class AveragedModel {
 
   /// "n_averaged" (int64, one number), and the averages by the module's names as "module.NAME".
   StateDict state_dict() const;
-  /// Throws CheckpointError where an entry is missing or of another shape, and then changes
-  /// nothing.
+  /// Takes Python's as well. Throws CheckpointError where an entry is missing or of another shape,
+  /// and then changes nothing.
   void load_state_dict(const StateDict& state);
 
  private:

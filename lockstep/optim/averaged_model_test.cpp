@@ -118,6 +118,13 @@ TEST(AveragedModel, GoesOnFromItsState) {
     one.update_parameters();
   }
   other.load_state_dict(one.state_dict());
+  StateDict of_python = one.state_dict();
+  for (auto& [name, tensor] : of_python) {
+    if (name == "n_averaged") tensor = tensor.reshape({});
+  }
+  AveragedModel third(net, {.decay = 0.9});
+  third.load_state_dict(of_python);
+  EXPECT_EQ(third.n_averaged(), 3);
   net.set(7);
   one.update_parameters();
   other.update_parameters();
