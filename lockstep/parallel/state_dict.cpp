@@ -78,17 +78,17 @@ StateDict state_dict(const torch::nn::Module& module) {
 }
 
 void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
-                      const std::string& source) {
+                      const std::string& source, const std::string& hint) {
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
   const std::string wrong = differences(state_dict(module), given);
   if (wrong.empty()) return;
   throw CheckpointError(source + " does not fit the model; tensors: " + wrong,
-                        "give the --model that the weights were saved from");
+                        hint.empty() ? "give the --model that the weights were saved from" : hint);
 }
 
-void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
-                     const std::string& source) {
-  check_state_dict(module, tensors, source);
+void load_state_dict(torch::nn::Module& module, const StateDict& tensors, const std::string& source,
+                     const std::string& hint) {
+  check_state_dict(module, tensors, source, hint);
   const at::NoGradGuard no_grad;
   const std::map<std::string, at::Tensor> given(tensors.begin(), tensors.end());
   const StateDict own = state_dict(module);

@@ -17,13 +17,13 @@ StateDict state_dict(const torch::nn::Module& module);
 
 /// Copies tensors into the model's parameters and buffers. `source` names them in messages. Throws
 /// CheckpointError naming the first tensors that are missing, unexpected or of another shape, with
-/// how many there are of each.
-void load_state_dict(torch::nn::Module& module, const StateDict& tensors,
-                     const std::string& source);
+/// how many there are of each. `hint` is the error's; empty for the usual one.
+void load_state_dict(torch::nn::Module& module, const StateDict& tensors, const std::string& source,
+                     const std::string& hint = {});
 
 /// Throws as load_state_dict does, and copies nothing.
 void check_state_dict(const torch::nn::Module& module, const StateDict& tensors,
-                      const std::string& source);
+                      const std::string& source, const std::string& hint = {});
 
 namespace detail {
 

@@ -3,6 +3,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cross_entropy_loss.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/rand.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/randn.h>
@@ -148,13 +149,76 @@ TEST(Weights, ComeBackFromEachFormatAndFromWhatWrapsThem) {
   }
 }
 
-TEST(Weights, APartOfALargerModelIsNoWrapper) {
+/// Whether a new model has the weights of `saved` after they were read under other names.
+bool is_loaded(const StateDict& saved, const std::function<std::string(std::string)>& other,
+               const StateDict& more, const WeightsSelection& selection = {}) {
   TemporaryDirectory folder;
-  const auto saved = make_model("mlp");
-  StateDict prefixed = state_dict(*saved);
-  for (auto& [name, tensor] : prefixed) name = "encoder." + name;
-  save_weights(prefixed, folder.path() / "w.pt");
-  EXPECT_THROW(load_weights(*make_model("mlp"), folder.path() / "w.pt"), CheckpointError);
+  StateDict renamed = more;
+  for (const auto& [name, tensor] : saved) renamed.emplace_back(other(name), tensor.detach());
+  save_weights(renamed, folder.path() / "w.safetensors");
+  const auto model = make_model("mlp");
+  load_weights(*model, folder.path() / "w.safetensors", selection);
+  const StateDict loaded = state_dict(*model);
+  return std::equal(loaded.begin(), loaded.end(), saved.begin(), [](const auto& a, const auto& b) {
+    return a.first == b.first && at::equal(a.second, b.second);
+  });
+}
+
+TEST(Weights, TheOnlyPrefixOfAllNamesIsTakenAway) {
+  const StateDict saved = state_dict(*make_model("mlp"));
+  const auto in_app = [](const std::string& name) { return "app.model." + name; };
+  const StateDict beside = {{"app.optim.state.layers.0.weight.exp_avg", at::ones({2})}};
+  EXPECT_TRUE(is_loaded(saved, in_app, beside));
+  StateDict two = beside;
+  for (const auto& [name, tensor] : saved) two.emplace_back("ema." + name, tensor.detach());
+  EXPECT_THAT([&] { is_loaded(saved, in_app, two); },
+              ThrowsMessage<CheckpointError>(
+                  AllOf(HasSubstr("--load-rename 'app.model.*=*'"), HasSubstr("'ema.*=*'"))));
+  EXPECT_TRUE(is_loaded(saved, in_app, two, {.rename = {"app.model.*=*"}}));
+  EXPECT_THAT([&] { is_loaded(saved, in_app, beside, {.only = {"layers.0.*"}}); },
+              ThrowsMessage<CheckpointError>(HasSubstr("--load-rename 'app.model.*=*'")));
+}
+
+TEST(Weights, WhatATrainingSavesBesideAModelIsLeftAside) {
+  const StateDict saved = state_dict(*make_model("mlp"));
+  const auto same = [](std::string name) { return name; };
+  EXPECT_TRUE(is_loaded(saved, same,
+                        {{"optimizer.state.layers.0.weight.exp_avg", at::ones({2})},
+                         {"train_state.token", at::ones({1})}}));
+  EXPECT_THROW(is_loaded(saved, same, {{"head.weight", at::ones({2})}}), CheckpointError);
+}
+
+TEST(Weights, WrappersOfSingleLayersDoNotCount) {
+  const StateDict saved = state_dict(*make_model("mlp"));
+  for (const std::string wrapper :
+       {"_orig_mod.", "_checkpoint_wrapped_module.", "_checkpoint_wrapped_module._orig_mod."}) {
+    EXPECT_TRUE(is_loaded(
+        saved,
+        [&](std::string name) { return "module." + name.insert(name.rfind('.') + 1, wrapper); },
+        {}))
+        << wrapper;
+  }
+  EXPECT_EQ(detail::without_layer_wrappers("a.my_orig_mod.w"), "a.my_orig_mod.w");
+}
+
+TEST(Weights, BatchNormMayLackItsCountAsInOldFiles) {
+  TemporaryDirectory folder;
+  const auto saved = make_model("convnet");
+  StateDict old;
+  for (const auto& [name, tensor] : state_dict(*saved)) {
+    if (!name.ends_with("num_batches_tracked")) old.emplace_back(name, tensor.detach() + 1);
+  }
+  for (const std::string file : {"w.pt", "w.safetensors"}) {
+    save_weights(old, folder.path() / file);
+    const auto loaded = make_model("convnet");
+    EXPECT_TRUE(load_weights(*loaded, folder.path() / file).empty());
+    EXPECT_EQ(loaded->named_buffers()["layer1.1.num_batches_tracked"].item<int64_t>(), 0);
+    EXPECT_TRUE(at::equal(loaded->named_buffers()["layer2.1.running_var"], at::full({32}, 2)));
+  }
+  std::erase_if(old, [](const auto& item) { return item.first.ends_with("running_mean"); });
+  save_weights(old, folder.path() / "w.pt");
+  EXPECT_THAT([&] { load_weights(*saved, folder.path() / "w.pt"); },
+              ThrowsMessage<CheckpointError>(HasSubstr("4 missing")));
 }
 
 /// The mlp's tensors as "net.encoder.N.weight", those of layer 4 of another size, and one more.

@@ -1,15 +1,17 @@
 #include "lockstep/train/weights.h"
 
+#include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
-#include <algorithm>
 #include <cmath>
+#include <map>
 #include <optional>
 #include <set>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
+#include "lockstep/base/words.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/data/tensor_reader.h"
 #include "lockstep/optim/optimizer_state.h"
@@ -40,71 +42,116 @@ std::optional<StateName> parse_state_name(const std::string& name) {
                    name.substr(last + 1)};
 }
 
+at::Tensor whole_number(double value) {
+  return at::full({1}, static_cast<int64_t>(value), at::kLong);
+}
+
 class PythonOptimizer {
  public:
   PythonOptimizer(const std::filesystem::path& path, const torch::nn::Module& module)
       : path_(path.string()), source_(path) {
-    std::set<const c10::TensorImpl*> seen;
+    std::map<const c10::TensorImpl*, size_t> seen;
     for (const auto& parameter : module.named_parameters()) {
-      if (seen.insert(parameter.value().unsafeGetTensorImpl()).second)
-        numbers_.emplace(parameter.key(), numbers_.size());
+      const auto [place, is_new] =
+          seen.emplace(parameter.value().unsafeGetTensorImpl(), seen.size());
+      numbers_.emplace(parameter.key(), place->second);
+      if (!is_new) continue;
+      all_.push_back(place->second);
+      if (parameter.value().requires_grad()) trained_.push_back(place->second);
     }
   }
 
   StateDict state() {
-    StateDict state;
+    std::map<std::string, std::map<std::string, at::Tensor>> entries;  // Fields by parameter.
     for (const TensorInfo& tensor : source_.tensors()) {
-      const auto name = parse_state_name(tensor.name);
-      if (!name) continue;
-      check_prefix(name->prefix);
-      const at::Tensor value = source_.read(tensor.name);
-      state.emplace_back(key_of(*name),
-                         name->field == kStep ? value.to(at::kLong).reshape({1}) : value);
+      if (const auto name = state_name(tensor.name))
+        entries[name->parameter][name->field] = source_.read(tensor.name);
     }
-    if (!state.empty()) return state;
-    throw DataError(path_ + " holds no optimizer's state",
-                    "save it with torch.save({\"model\": model.state_dict(), \"optimizer\": "
-                    "optimizer.state_dict()}, FILE) after a step");
+    for (const auto& item : source_.values()) {
+      const auto name = parse_state_name(item.first);
+      const auto step = number(item.first);
+      if (name && step && name->field == kStep && name->prefix == prefix_)
+        entries[name->parameter][kStep] = whole_number(*step);
+    }
+    if (entries.empty())
+      throw DataError(path_ + " holds no optimizer's state",
+                      "save it with torch.save({\"model\": model.state_dict(), \"optimizer\": "
+                      "optimizer.state_dict()}, FILE) after a step");
+    // A file of tensors alone has no groups.
+    count_ = group_of_.empty() ? entries.size() : group_of_.size();
+    StateDict state;
+    for (auto& [parameter, fields] : entries) {
+      add_step_of_group(parameter, fields);
+      const size_t place = place_of(parameter);
+      for (const auto& [field, value] : fields)
+        state.emplace_back(state_key(field, place),
+                           field == kStep ? value.to(at::kLong).reshape({1}) : value);
+    }
+    log_info(path_ + ": the optimizer's state of " +
+             counted(static_cast<int64_t>(entries.size()), "parameter") +
+             (by_order_
+                  ? " is taken in the order of the model's, as the file has no names of them; "
+                    "Python's optimizer must have had the same order"
+                  : " is taken by name"));
+    return state;
   }
 
+  /// Of each group, once for each value.
   void warn_of_differences(const std::map<std::string, double>& settings) const {
-    for (const auto& [name, wanted] : settings) {
-      const auto saved = number(prefix_.value_or("") + "param_groups.0." + name);
-      if (saved && std::abs(*saved - wanted) > 1e-9 * std::abs(wanted))
-        log_warning(path_ + ": the optimizer was saved with " + name + " " +
-                    std::to_string(*saved) + ", this run has " + std::to_string(wanted));
+    const std::string groups = prefix_.value_or("") + "param_groups.";
+    std::set<std::pair<std::string, double>> warned;
+    for (const auto& item : source_.values()) {
+      const std::string& name = item.first;
+      const auto wanted = settings.find(name.substr(name.rfind('.') + 1));
+      const auto saved = number(name);
+      if (!name.starts_with(groups) || wanted == settings.end() || !saved) continue;
+      const bool differs = std::abs(*saved - wanted->second) > 1e-9 * std::abs(wanted->second);
+      if (differs && warned.emplace(wanted->first, *saved).second)
+        log_warning(path_ + ": the optimizer was saved with " + wanted->first + " " +
+                    std::to_string(*saved) + ", this run has " + std::to_string(wanted->second));
     }
   }
 
  private:
-  void check_prefix(const std::string& prefix) {
+  /// None for what is no optimizer's.
+  std::optional<StateName> state_name(const std::string& text) {
+    const auto name = parse_state_name(text);
+    if (!name) return std::nullopt;
     if (!prefix_) {
-      prefix_ = prefix;
+      prefix_ = name->prefix;
       read_groups();
     }
-    if (*prefix_ == prefix) return;
+    if (*prefix_ == name->prefix) return name;
     throw DataError(
-        path_ + " holds several optimizers: " + *prefix_ + "state and " + prefix + "state",
+        path_ + " holds several optimizers: " + *prefix_ + "state and " + name->prefix + "state",
         "save the one of this model alone");
   }
 
-  /// Python numbers parameters in the order of the groups. With one group that is the module's.
+  /// "param_groups.GROUP.params.PLACE" is a parameter's number, or its name; with a number
+  /// "param_names" may have the name.
   void read_groups() {
     const std::string groups = *prefix_ + "param_groups.";
-    for (const auto& [name, value] : source_.values()) {
-      const auto* text = std::get_if<std::string>(&value);
-      if (!name.starts_with(groups) || name.find(".param_names.") == std::string::npos || !text)
-        continue;
-      std::string number_name = name;
-      number_name.replace(name.find(".param_names."), 13, ".params.");
-      if (const auto saved = number(number_name)) names_[static_cast<int64_t>(*saved)] = *text;
+    for (const auto& [key, value] : source_.values()) {
+      if (!key.starts_with(groups)) continue;
+      const auto way = split(key.substr(groups.size()), '.');
+      if (way.size() != 3 || way[1] != "params") continue;
+      const std::string* text = std::get_if<std::string>(&value);
+      const auto index = number(key);
+      if (!text && !index) continue;
+      const std::string parameter = text ? *text : std::to_string(static_cast<int64_t>(*index));
+      group_of_[parameter] = groups + way[0];
+      const auto named = source_.values().find(groups + way[0] + ".param_names." + way[2]);
+      if (named == source_.values().end()) continue;
+      if (const auto* name = std::get_if<std::string>(&named->second)) names_[parameter] = *name;
     }
-    const bool several =
-        std::any_of(source_.values().begin(), source_.values().end(),
-                    [&](const auto& value) { return value.first.starts_with(groups + "1."); });
-    if (several && names_.empty())
-      throw DataError(path_ + ": the optimizer has several groups of parameters without names",
-                      "make it from model.named_parameters() in Python (PyTorch 2.6 or later)");
+  }
+
+  /// Fused optimizers of apex and DeepSpeed count in the group.
+  void add_step_of_group(const std::string& parameter,
+                         std::map<std::string, at::Tensor>& fields) const {
+    const auto group = group_of_.find(parameter);
+    if (fields.contains(kStep) || group == group_of_.end()) return;
+    if (const auto step = number(group->second + ".step")) fields[kStep] = whole_number(*step);
   }
 
   std::optional<double> number(const std::string& name) const {
@@ -117,29 +164,55 @@ class PythonOptimizer {
     return std::nullopt;
   }
 
-  std::string key_of(const StateName& name) const {
-    std::string parameter = name.parameter;
-    if (const auto index = parse_int(parameter)) {
-      const auto named = names_.find(*index);
-      if (named == names_.end()) return name.field + "." + parameter;
-      parameter = named->second;
+  /// The place of a parameter among the module's.
+  size_t place_of(const std::string& parameter) {
+    const auto named = names_.find(parameter);
+    const auto index = parse_int(parameter);
+    if (index && named == names_.end()) return place_in_order(*index);
+    const std::string name =
+        detail::without_layer_wrappers(named == names_.end() ? parameter : named->second);
+    for (size_t begin = 0;;) {
+      const auto found = numbers_.find(name.substr(begin));
+      if (found != numbers_.end()) return found->second;
+      begin = name.find('.', begin) + 1;
+      if (begin == 0 || !detail::is_wrapper(name.substr(0, begin))) break;
     }
-    for (const char* wrapper : {"module.", "_orig_mod."}) {
-      if (parameter.starts_with(wrapper)) parameter.erase(0, std::string_view(wrapper).size());
-    }
-    const auto found = numbers_.find(parameter);
-    if (found == numbers_.end())
-      throw CheckpointError(path_ + " holds an optimizer's state of parameter '" + parameter +
-                                "', which the model does not have",
-                            "it is of another model");
-    return state_key(name.field, found->second);
+    throw CheckpointError(path_ + " holds an optimizer's state of parameter '" + name +
+                              "', which the model does not have",
+                          "it is of another model");
+  }
+
+  /// Python numbers parameters in the order of the groups. With one group that is the module's, of
+  /// all parameters or of the trained ones.
+  size_t place_in_order(int64_t index) {
+    by_order_ = true;
+    constexpr const char* kHint =
+        "make it from model.named_parameters() in Python (PyTorch 2.6 or later)";
+    std::set<std::string> groups;
+    for (const auto& [parameter, group] : group_of_) groups.insert(group);
+    if (groups.size() > 1)
+      throw DataError(path_ + ": the optimizer has several groups of parameters without names",
+                      kHint);
+    const auto& order = count_ == all_.size() ? all_ : trained_;
+    if (count_ == order.size() && index >= 0 && static_cast<size_t>(index) < count_)
+      return order[static_cast<size_t>(index)];
+    throw CheckpointError(path_ + ": the optimizer has " +
+                              counted(static_cast<int64_t>(count_), "parameter") +
+                              " without names, the model " + std::to_string(all_.size()) +
+                              ", of which " + std::to_string(trained_.size()) + " are trained",
+                          std::string(kHint) + ", or --freeze what it did not train");
   }
 
   std::string path_;
   TensorReader source_;
-  std::map<std::string, size_t> numbers_;  ///< Of the module's parameters.
-  std::map<int64_t, std::string> names_;   ///< Of the numbers in the file, where it has them.
+  std::map<std::string, size_t> numbers_;     ///< Of the module's parameters, by name.
+  std::vector<size_t> all_, trained_;         ///< Numbers in the module's order.
+  std::map<std::string, std::string> names_;  ///< Of the numbers in the file, where it has them.
+  std::map<std::string, std::string>
+      group_of_;  ///< "param_groups.0" of each parameter in the file.
   std::optional<std::string> prefix_;
+  size_t count_ = 0;  ///< Parameters of Python's optimizer.
+  bool by_order_ = false;
 };
 
 }  // namespace

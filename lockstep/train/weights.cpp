@@ -25,16 +25,23 @@ fs::path weights_in(const fs::path& path) {
   return fs::is_directory(path) && fs::exists(file) ? file : path;
 }
 
-/// Whether a file's prefix is of what wraps a module or names a part of a checkpoint.
-bool is_wrapper(const std::string& prefix) {
-  static const std::set<std::string> known = {
-      "module",      "_orig_mod",        "model",      "net", "state_dict",
-      "model_state", "model_state_dict", "MODEL_STATE"};
-  size_t begin = 0;
-  for (size_t dot = 0; (dot = prefix.find('.', begin)) != std::string::npos; begin = dot + 1) {
-    if (!known.contains(prefix.substr(begin, dot - begin))) return false;
-  }
-  return begin == prefix.size();
+std::string first_part(const std::string& name) {
+  return name.substr(0, name.find('.'));
+}
+
+/// Whether a name is of what a training saves beside its model.
+bool is_training_state(const std::string& name) {
+  static const std::set<std::string> known = {"optimizer",     "optimizers", "optim",
+                                              "train_state",   "dataloader", "lr_scheduler",
+                                              "lr_schedulers", "scheduler",  "scaler"};
+  return name.find('.') != std::string::npos && known.contains(first_part(name));
+}
+
+/// What batch norm counts, or "" for another name: the name of its statistics.
+std::string statistics_of(const std::string& name) {
+  constexpr std::string_view kCount = "num_batches_tracked";
+  if (name != kCount && !name.ends_with("." + std::string(kCount))) return {};
+  return name.substr(0, name.size() - kCount.size()) + "running_mean";
 }
 
 /// The rules of WeightsSelection::rename.
@@ -138,51 +145,97 @@ bool has_other_classes(const at::Tensor& own, const at::Tensor& read) {
          own.sizes().slice(1) == read.sizes().slice(1);
 }
 
-/// What stands in `names` before the names of `wanted`. Empty where nothing that is known does.
-std::string prefix_of(const std::vector<std::string>& names, const StateDict& wanted) {
+/// What stands in `names` before the names of `wanted`: the shortest prefix that is known, or all
+/// others that have the whole of `wanted`. None where names begin with it.
+std::set<std::string> prefixes_of(const std::vector<std::string>& names, const StateDict& wanted) {
   if (wanted.empty()) return {};
   const std::string& first = wanted.front().first;
   std::string shortest;
+  std::set<std::string> others;
   for (const std::string& name : names) {
     if (name == first) return {};
     if (!name.ends_with("." + first)) continue;
     const std::string prefix = name.substr(0, name.size() - first.size());
-    if (is_wrapper(prefix) && (shortest.empty() || prefix.size() < shortest.size())) {
+    if (!detail::is_wrapper(prefix)) {
+      others.insert(prefix);
+    } else if (shortest.empty() || prefix.size() < shortest.size()) {
       shortest = prefix;
     }
   }
-  return shortest;
+  if (!shortest.empty()) return {shortest};
+  const std::set<std::string> all(names.begin(), names.end());
+  std::erase_if(others, [&](const std::string& prefix) {
+    return std::any_of(wanted.begin(), wanted.end(), [&](const auto& item) {
+      return statistics_of(item.first).empty() && !all.contains(prefix + item.first);
+    });
+  });
+  return others;
 }
 
-/// The tensors of a source, which `read` gives one by one, by the model's names.
+struct NamedWeights {
+  StateDict tensors;  ///< By the model's names.
+  std::string hint;   ///< Of the error, where they do not fit.
+};
+
+/// The prefix to take away; what else might be meant becomes the hint.
+std::string choose_prefix(const std::vector<std::string>& names, const fs::path& path,
+                          const StateDict& wanted, bool is_part, std::string& hint) {
+  const std::set<std::string> prefixes = prefixes_of(names, wanted);
+  hint =
+      "give the --model that the weights were saved from, their other names by --load-rename "
+      "'OLD.*=NEW.*', or a part of it by --load-only";
+  if (prefixes.empty()) return {};
+  const std::string& first = *prefixes.begin();
+  if (detail::is_wrapper(first)) return first;
+  if (prefixes.size() == 1 && !is_part) {
+    log_info(path.string() + ": the weights are those of '" + first +
+             "*', which has all names of the model; all else is left aside");
+    return first;
+  }
+  std::vector<std::string> rules;
+  for (const std::string& prefix : prefixes) rules.push_back("'" + prefix + "*=*'");
+  hint = "say which weights are meant: --load-rename " + join(rules, " or ");
+  return {};
+}
+
+/// The tensors of a source, which `read` gives one by one.
 template <class Read>
-StateDict read_named(const std::vector<std::string>& found, const fs::path& path,
-                     const StateDict& wanted, const WeightsSelection& selection, const Read& read) {
+NamedWeights read_named(const std::vector<std::string>& found, const fs::path& path,
+                        const StateDict& wanted, const WeightsSelection& selection,
+                        const Read& read) {
   Renames renames(selection.rename);
+  std::set<std::string> own, own_parts;
+  for (const auto& [name, tensor] : wanted) {
+    own.insert(name);
+    own_parts.insert(first_part(name));
+  }
   std::vector<std::string> names;
-  for (const std::string& name : found) names.push_back(renames.of(name));
+  for (const std::string& name : found) {
+    names.push_back(renames.of(name));
+    if (!own.contains(names.back())) names.back() = detail::without_layer_wrappers(names.back());
+  }
   renames.check_all_used(path.string());
-  const std::string prefix = prefix_of(names, wanted);
-  std::set<std::string> own;
-  for (const auto& [name, tensor] : wanted) own.insert(name);
+  NamedWeights named;
+  const std::string prefix =
+      choose_prefix(names, path, wanted, !selection.only.empty(), named.hint);
   std::map<std::string, const std::string*> taken;
-  StateDict tensors;
   for (size_t i = 0; i < names.size(); ++i) {
     if (!names[i].starts_with(prefix)) continue;
     const std::string name = names[i].substr(prefix.size());
-    if (!own.contains(name) && !selection.only.empty()) continue;
+    const bool is_beside = is_training_state(name) && !own_parts.contains(first_part(name));
+    if (!own.contains(name) && (is_beside || !selection.only.empty())) continue;
     const auto [other, is_new] = taken.emplace(name, &found[i]);
     if (!is_new) {
       throw UsageError(path.string() + ": " + *other->second + " and " + found[i] +
                        " would both become " + name);
     }
-    tensors.emplace_back(name, read(i));
+    named.tensors.emplace_back(name, read(i));
   }
-  return tensors;
+  return named;
 }
 
-StateDict read_weights(const fs::path& path, const StateDict& wanted,
-                       const WeightsSelection& selection) {
+NamedWeights read_weights(const fs::path& path, const StateDict& wanted,
+                          const WeightsSelection& selection) {
   std::vector<std::string> names;
   if (fs::is_directory(path)) {
     if (const auto checkpoint = detail::checkpoint_at(path)) {
@@ -198,6 +251,30 @@ StateDict read_weights(const fs::path& path, const StateDict& wanted,
 }
 
 }  // namespace
+
+bool detail::is_wrapper(const std::string& prefix) {
+  static const std::set<std::string> known = {
+      "module", "model", "net", "state_dict", "model_state", "model_state_dict", "MODEL_STATE"};
+  size_t begin = 0;
+  for (size_t dot = 0; (dot = prefix.find('.', begin)) != std::string::npos; begin = dot + 1) {
+    if (!known.contains(prefix.substr(begin, dot - begin))) return false;
+  }
+  return begin == prefix.size();
+}
+
+std::string detail::without_layer_wrappers(std::string name) {
+  for (const std::string wrapper :
+       {"_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module."}) {
+    for (size_t at = 0; (at = name.find(wrapper, at)) != std::string::npos;) {
+      if (at > 0 && name[at - 1] != '.') {
+        at += wrapper.size();
+      } else {
+        name.erase(at, wrapper.size());
+      }
+    }
+  }
+  return name;
+}
 
 std::optional<Checkpoint> detail::checkpoint_at(const fs::path& folder) {
   if (fs::exists(folder / "state.json")) return read_checkpoint(folder);
@@ -220,22 +297,28 @@ std::vector<std::string> load_weights(torch::nn::Module& module, const std::file
   check_weights_exist(path);
   const StateDict own = state_dict(module);
   const StateDict wanted = selected(own, selection.only);
-  StateDict tensors = read_weights(path, wanted, selection);
+  auto [tensors, hint] = read_weights(path, wanted, selection);
   std::set<std::string> names;
   for (const auto& [name, tensor] : wanted) names.insert(name);
+  const auto find = [&tensors = tensors](const std::string& name) {
+    return std::find_if(tensors.begin(), tensors.end(),
+                        [&](const auto& one) { return one.first == name; });
+  };
   std::vector<std::string> kept;
   for (const auto& item : own) {
-    const auto read = std::find_if(tensors.begin(), tensors.end(),
-                                   [&](const auto& one) { return one.first == item.first; });
+    const auto read = find(item.first);
     const bool is_other_head = selection.new_head && read != tensors.end() &&
                                is_of_head(item.first, module) &&
                                has_other_classes(item.second, read->second);
-    if (!is_other_head && names.contains(item.first)) continue;
+    const std::string statistics = statistics_of(item.first);
+    const bool is_old_count =
+        read == tensors.end() && !statistics.empty() && find(statistics) != tensors.end();
+    if (!is_other_head && !is_old_count && names.contains(item.first)) continue;
     if (is_other_head) tensors.erase(read);
     tensors.push_back(item);  // It is copied to itself.
-    kept.push_back(item.first);
+    if (!is_old_count) kept.push_back(item.first);
   }
-  load_state_dict(module, tensors, path.string());
+  load_state_dict(module, tensors, path.string(), hint);
   return kept;
 }
 

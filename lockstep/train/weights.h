@@ -39,14 +39,16 @@ struct WeightsSelection {
 /// - what else TensorReader takes: a safetensors or .pt file, or a folder that Hugging Face's
 ///   libraries or torch.distributed.checkpoint have written. Only the model's tensors are read.
 ///
-/// Prefixes that wrappers and checkpoints in Python leave behind are taken away: "module.",
-/// "_orig_mod.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like. That is
-/// after renaming.
+/// What wrappers and checkpoints in Python leave behind is taken away, after renaming: the prefixes
+/// "module.", "state_dict.", "model.", "model_state_dict.", "MODEL_STATE." and the like;
+/// "_orig_mod." and "_checkpoint_wrapped_module." anywhere. So is another prefix, which is logged,
+/// where it is the only one with all of the model's names. Beside a model without a prefix,
+/// "optimizer.*" and other parts of a training's state are left aside. Where a file has batch
+/// norm's statistics without num_batches_tracked, as before PyTorch 0.4.1, that keeps its value.
 ///
 /// Throws DataError for what cannot be read. Throws CheckpointError that lists all names and shapes
 /// that do not fit, and UsageError for a pattern that matches nothing. Then the model is as before.
-/// Returns the names of the model's tensors that the file did not give, and which keep their
-/// values.
+/// Returns the names of the model's other tensors that keep their values.
 std::vector<std::string> load_weights(torch::nn::Module& module, const std::filesystem::path& path,
                                       const WeightsSelection& selection = {});
 
@@ -72,7 +74,8 @@ void save_weights(const torch::nn::Module& module, const std::filesystem::path& 
 /// The state of an optimizer that Python has saved, for Optimizer::load_state or
 /// Trainer::load_optimizer: `optimizer.state_dict()`, alone or within a dict that has other things
 /// too, in any file or folder that TensorReader takes. Parameters are told by their names where the
-/// file has them, else by their order in `module`, which must be that of Python's.
+/// file has them, else by their order in `module`, which must be that of Python's: of all, or of
+/// those alone that need a gradient, if Python's optimizer had so many. What it was is logged.
 ///
 /// Only the state is taken: learning rate, momentum and the like are options here. A warning names
 /// each of `settings`, by Python's names of them ("lr"), that the file has otherwise.
@@ -80,11 +83,18 @@ void save_weights(const torch::nn::Module& module, const std::filesystem::path& 
 /// A checkpoint of Lockstep, or a folder of them, is taken too, without a warning of settings.
 ///
 /// Throws DataError for a file without an optimizer's state, or with several, or with groups of
-/// parameters without names. Throws CheckpointError for a parameter that `module` does not have.
+/// parameters without names. Throws CheckpointError for a parameter that `module` does not have,
+/// and for another number of parameters without names.
 StateDict load_python_optimizer(const std::filesystem::path& path, const torch::nn::Module& module,
                                 const std::map<std::string, double>& settings = {});
 
 namespace detail {
+
+/// Whether a prefix ("module.", "state_dict.model.") is what Python's wrappers and checkpoints put
+/// before a model's names.
+bool is_wrapper(const std::string& prefix);
+/// A name without what torch.compile and wrappers of single layers put into its middle.
+std::string without_layer_wrappers(std::string name);
 
 /// The checkpoint that a folder is, or the newest whole one in it; none when it is no such folder.
 std::optional<Checkpoint> checkpoint_at(const std::filesystem::path& folder);

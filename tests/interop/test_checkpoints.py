@@ -1,5 +1,6 @@
 """Checkpoints that Python writes and we read, and the other way round."""
 
+import copy
 import importlib.util
 import json
 import os
@@ -17,7 +18,9 @@ for package in ("torch", "safetensors"):
         sys.exit(77)
 
 import torch
-from safetensors.torch import load_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file, save_model
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 TOOL = t.BUILD_DIR / "tests" / "data_files_tool"
 WRITER = t.SOURCE_DIR / "tests" / "interop" / "checkpoint_writer.py"
@@ -222,6 +225,161 @@ class Checkpoints(unittest.TestCase):
         file.write_bytes(content)
         self.checkpoint("convert", run, self.scratch / "damaged.pt", code=1)
         self.assertFalse((self.scratch / "damaged.pt").exists())
+
+
+class Two(torch.nn.Module):
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+        if tied:
+            self.a.weight, self.a.bias = self.b.weight, self.b.bias
+
+    def forward(self, x):
+        return self.b(torch.relu(self.a(x)))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def decay_groups(model):
+    """Two groups, as of those who decay weights and not biases."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]},
+                              {"params": [p for p in parameters if p.dim() < 2]}], lr=0.01, weight_decay=0.1)
+
+
+def steps_as_ints(optimizer):
+    for fields in optimizer["state"].values():
+        fields["step"] = int(fields["step"])
+
+
+def step_in_group(optimizer):
+    steps = [int(fields.pop("step")) for fields in optimizer["state"].values()]
+    optimizer["param_groups"][0]["step"] = steps[0]
+
+
+SGD = ("--optimizer", "sgd", "--lr", 0.5, "--momentum", 0.9)
+ADAM = ("--optimizer", "adam", "--lr", 0.01)
+ADAMW = ("--optimizer", "adamw", "--lr", 0.01, "--weight-decay", 0.1)
+
+
+class GoesOnFromPython(unittest.TestCase):
+    """Python trains 3 steps, saves, and goes on by one. Lockstep takes that step from the file."""
+
+    def setUp(self):
+        self.folder = self.enterContext(t.temporary_folder())
+        torch.manual_seed(7)
+        self.x, self.y = torch.randn(64, 16), torch.arange(64) % 16
+        save_file({"x_train": self.x, "y_train": self.y, "x_test": self.x[:16].clone(), "y_test": self.y[:16].clone()},
+                  self.folder / "data.safetensors")
+
+    def steps(self, model, optimizer, count):
+        for _ in range(count):
+            model.zero_grad()
+            torch.nn.functional.cross_entropy(model(self.x), self.y).backward()
+            optimizer.step()
+
+    def train(self, model, *flags, epochs=1, check=True):
+        return t.run(t.LOCKSTEP, "train", "--model", model, "--dataset", f"file:{self.folder / 'data.safetensors'}",
+                     "--batch-size", 64, "--max-epochs", epochs, *flags, check=check)
+
+    def assert_close(self, got, wanted):
+        self.assertEqual(set(got), set(wanted))
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+    def start(self, make, change, frozen):
+        torch.manual_seed(5)
+        model = Two()
+        for parameter in model.a.parameters():
+            parameter.requires_grad_(not frozen)
+        torch.jit.script(model).save(self.folder / "two.pt")
+        optimizer = make(model)
+        self.steps(model, optimizer, 3)
+        state = copy.deepcopy(optimizer.state_dict())
+        change(state)
+        return model, optimizer, state
+
+    def check(self, make, flags, change=lambda state: None, frozen=False, wrap=lambda name: name, as_dcp=False):
+        model, optimizer, state = self.start(make, change, frozen)
+        start = self.folder / "start"
+        if as_dcp:
+            shutil.rmtree(start, ignore_errors=True)
+            weights, state = copy.deepcopy(get_state_dict(model, optimizer))
+            change(state)
+            dcp.save({"app": {"model": weights, "optim": state}}, checkpoint_id=start, no_dist=True)
+        else:
+            start = self.folder / "start.pt"
+            torch.save({"model": {wrap(name): value for name, value in model.state_dict().items()},
+                        "optimizer": state}, start)
+        self.steps(model, optimizer, 1)
+        out = self.folder / "out.safetensors"
+        self.train(self.folder / "two.pt", "--load-weights", start, "--load-optimizer", start, *flags, "--save-weights", out)
+        self.assert_close(load_file(out), model.state_dict())
+
+    def test_an_optimizer_of_the_trained_parameters(self):
+        of_b = lambda model: sgd(model.b.parameters())
+        with self.subTest("frozen in the file"):
+            self.check(of_b, SGD, frozen=True)
+        with self.subTest("frozen by a flag"):
+            self.check(of_b, (*SGD, "--freeze", "a.*"))
+        with self.subTest("all, of which some are frozen"):
+            self.check(lambda model: sgd(model.parameters()), SGD, frozen=True)
+        with self.subTest("nobody can know which"):
+            _, _, state = self.start(of_b, lambda state: None, frozen=False)
+            torch.save(state, self.folder / "start.pt")
+            refused = self.train(self.folder / "two.pt", *SGD, "--load-optimizer", self.folder / "start.pt", check=False)
+            self.assertEqual(refused.returncode, 1, refused.stderr)
+            self.assertIn("--freeze", refused.stderr)
+
+    def test_parameters_told_by_name(self):
+        for prefix, middle in (("module.", ""), ("_orig_mod.module.", ""), ("module._orig_mod.", ""), ("model.", ""),
+                               ("", "_orig_mod."), ("module.", "_checkpoint_wrapped_module.")):
+            with self.subTest(prefix=prefix, middle=middle):
+                wrap = lambda name: prefix + name.replace(".", f".{middle}")
+                # Of another order, which only the names tell.
+                self.check(lambda model: sgd([(wrap(name), p) for name, p in reversed([*model.named_parameters()])]), SGD,
+                           wrap=wrap)
+
+    def test_steps_that_are_no_tensors(self):
+        for make, flags in ((adam, ADAM), (lambda p: torch.optim.RMSprop(p, lr=0.01), ("--optimizer", "rmsprop", "--lr", 0.01)),
+                            (lambda p: torch.optim.Adagrad(p, lr=0.01), ("--optimizer", "adagrad", "--lr", 0.01))):
+            with self.subTest(flags=flags):
+                self.check(lambda model: make(model.parameters()), flags, steps_as_ints)
+        of_all = lambda model: adam(model.parameters())
+        self.check(of_all, ADAM, step_in_group)
+        self.check(of_all, ADAM, steps_as_ints, as_dcp=True)
+
+    def test_two_groups_whose_state_has_names(self):
+        self.check(decay_groups, ADAMW, as_dcp=True)
+
+    def test_tied_weights(self):
+        """They stay one parameter in TorchScript, and come back from what Python wrote under one name."""
+        torch.manual_seed(9)
+        model = Two(tied=True)
+        torch.jit.script(model).save(self.folder / "tied.pt")
+        plain = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+        flags = ("--optimizer", "sgd", "--lr", 0.1, "--momentum", 0)
+        out = self.folder / "out.safetensors"
+        self.steps(model, plain(), 3)
+        save_model(model, self.folder / "tied.safetensors")
+        self.steps(model, plain(), 3)
+        self.train(self.folder / "tied.pt", *flags, "--save-model", self.folder / "3.pt", epochs=3)
+        saved = torch.jit.load(self.folder / "3.pt")
+        self.assertEqual(saved.a.weight.data_ptr(), saved.b.weight.data_ptr())
+        self.train(self.folder / "3.pt", *flags, "--save-weights", out, epochs=3)
+        self.assert_close(load_file(out), model.state_dict())
+        self.train(self.folder / "tied.pt", *flags, "--load-weights", self.folder / "tied.safetensors",
+                   "--save-weights", out, epochs=3)
+        self.assert_close(load_file(out), model.state_dict())
+        t.run(t.LOCKSTEP, "checkpoint", "convert", self.folder / "tied.safetensors", self.folder / "converted.pt")
+        model.load_state_dict(torch.load(self.folder / "converted.pt"))
 
 
 if __name__ == "__main__":

@@ -281,8 +281,9 @@ void make_module(const RunConfig& config, const World& world, const SampleSource
   if (!config.freeze.empty() && training)
     made.frozen = freeze_parameters(*model, split(config.freeze, ','));
   if (!config.load_optimizer.empty() && training)
-    made.optimizer_state =
-        load_python_optimizer(config.load_optimizer, *model, python_settings(config));
+    made.optimizer_state = load_python_optimizer(
+        config.load_optimizer, *model,
+        world.rank() == 0 ? python_settings(config) : std::map<std::string, double>());
   model->to(world.device());
   made.memory_format = memory_format_of(config.memory_format, *model, world.device());
   set_memory_format(*model, made.memory_format);
