@@ -326,6 +326,10 @@ std::shared_ptr<nn::Module> Model::clone(const std::optional<c10::Device>& devic
   take(named_parameters(), copy->named_parameters());
   take(named_buffers(), copy->named_buffers());
   copy->train(is_training());
+  const auto mine = modules(/*include_self=*/false), its = copy->modules(/*include_self=*/false);
+  for (size_t i = 0; i < mine.size(); ++i) {
+    if (its[i]->is_training() != mine[i]->is_training()) its[i]->train(mine[i]->is_training());
+  }
   return copy;
 }
 

@@ -1,8 +1,8 @@
 #include "lockstep/train/evaluate.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/ScopeExit.h>
 
+#include <memory>
 #include <unordered_set>
 #include <vector>
 
@@ -12,6 +12,31 @@
 
 namespace lockstep {
 namespace {
+
+/// Puts a module into evaluation mode, and later each of its modules into the mode that it had.
+class EvaluationMode {
+ public:
+  explicit EvaluationMode(torch::nn::Module& root)
+      : root_(root), was_training_(root.is_training()), parts_(root.modules(false)) {
+    for (const auto& part : parts_) modes_.push_back(part->is_training());
+    root.eval();
+  }
+  ~EvaluationMode() {
+    root_.train(was_training_);
+    // A module's mode reaches those below it, which come after it here.
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      if (parts_[i]->is_training() != modes_[i]) parts_[i]->train(modes_[i]);
+    }
+  }
+  EvaluationMode(const EvaluationMode&) = delete;
+  EvaluationMode& operator=(const EvaluationMode&) = delete;
+
+ private:
+  torch::nn::Module& root_;
+  const bool was_training_;
+  const std::vector<std::shared_ptr<torch::nn::Module>> parts_;
+  std::vector<bool> modes_;
+};
 
 /// Those of the parts by their strategies, and those of no part, which each rank trained with.
 void share_buffers(TrainingModuleBase& module, const detail::TrainedParts& parts,
@@ -65,9 +90,7 @@ Metrics evaluate(TrainingModuleBase& module, const detail::TrainedParts& parts,
                  detail::BatchFeed& feed, const ProcessGroup& group, int64_t limit_batches,
                  const std::function<bool()>& go_on, int64_t logical_shards) {
   const at::NoGradGuard no_grad;
-  const auto mode =
-      c10::make_scope_exit([&, training = module.is_training()] { module.train(training); });
-  module.eval();
+  const EvaluationMode mode(module);
   share_buffers(module, parts, group);
   detail::TrainingContext context{.device = feed.device()};
   const detail::TrainingContext::Scope scope(module, context);

@@ -14,10 +14,10 @@ namespace lockstep {
 /// graph, and reduces what it notes over ranks. Every rank calls. The sampler's padding is left
 /// out, so that each sample counts exactly once. The result is the same for any number of ranks but
 /// for the rounding of the loss's sum. Rank 0's buffers (batch norm's statistics) are used on all
-/// ranks, also those that belong to no part. The module is left in the mode that it was in.
-/// `limit_batches` of 0: all. `parts` are those of a training run. They may be empty: then every
-/// rank has the whole module. With `logical_shards` the feed has this rank's shards of so many, and
-/// the result has the same bits for any number of ranks.
+/// ranks, also those that belong to no part. The module and each module in it are left in the
+/// mode that they were in. `limit_batches` of 0: all. `parts` are those of a training run. They may
+/// be empty: then every rank has the whole module. With `logical_shards` the feed has this rank's
+/// shards of so many, and the result has the same bits for any number of ranks.
 ///
 /// `go_on` is called after each batch, equally often on all ranks. Where it gives false, which must
 /// be so on all ranks alike, the evaluation ends there, and the metrics are of no sample.

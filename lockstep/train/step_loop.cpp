@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/process_group.h"
 
@@ -66,7 +67,7 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   const detail::TrainingContext::Scope scope(*task_.module, context_);
   context_.epoch = epoch;
   context_.sums = {};
-  task_.module->train();
+  tell_if_evaluating();
   task_.module->on_train_epoch_start(epoch);
   const int64_t batches = batches_per_epoch();
   const int64_t accumulate_batches = options_.accumulate_grad_batches;
@@ -93,6 +94,19 @@ bool StepLoop::run_epoch(int64_t epoch, int64_t first_batch, const AfterStep& af
   for (const auto& part : parts_) part->end_epoch(epoch, first_batch == 0 && skipped_ == 0);
   task_.module->on_train_epoch_end(epoch);
   return true;
+}
+
+/// Modes are the user's. A module that was evaluated before, and is still in that mode, is more
+/// often forgotten than meant.
+void StepLoop::tell_if_evaluating() {
+  const auto training = [](const auto& part) { return part->is_training(); };
+  const auto parts = task_.module->modules(/*include_self=*/false);
+  if (task_.module->is_training() || std::ranges::any_of(parts, training)) return;
+  if (std::exchange(told_evaluating_, true) || parts_.front()->strategy().group().rank() != 0)
+    return;
+  log_warning(
+      "the module is trained in evaluation mode, in which it was given: dropout does nothing, and "
+      "batch norm keeps its statistics. Call train() of it for training mode");
 }
 
 /// False where the loader has no further batch.
@@ -260,7 +274,6 @@ double StepLoop::update(const std::string& name, const std::function<at::Tensor(
 
 void StepLoop::warm_up() {
   const detail::TrainingContext::Scope scope(*task_.module, context_);
-  task_.module->train();
   task_.train->take_example();
   warming_up_ = true;
   if (automatic_) {

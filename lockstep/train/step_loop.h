@@ -74,6 +74,7 @@ class StepLoop {
     double mean() const { return sum / static_cast<double>(rows); }
   };
   int64_t steps_in(int64_t batches) const;
+  void tell_if_evaluating();
   bool run_step(int64_t first, int64_t end);
   void run_batch(int64_t index, bool last_of_step);
   double loss_once_more(detail::TrainedPart& part, const BatchWork& work);
@@ -100,6 +101,7 @@ class StepLoop {
   detail::TrainingContext context_;
   size_t shard_ = 0;  ///< Of this rank's logical shards; without them there is one.
   bool warming_up_ = false;
+  bool told_evaluating_ = false;
   int64_t step_ = 0;
   int64_t batches_of_step_ = 1;
   int64_t samples_of_step_ = 0;

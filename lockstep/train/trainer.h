@@ -95,6 +95,10 @@ class Trainer {
   /// must be made alike on all ranks: see BatchLoader. With StrategyOptions::logical_shards each is
   /// a vector, with a loader for each of this rank's shards: see LogicalShards.
   ///
+  /// Modules are trained in the mode that they have, so a frozen part in evaluation mode stays in
+  /// it, as in Lightning. A module that is in evaluation mode as a whole is trained in it, with a
+  /// warning.
+  ///
   /// The module comes to the world's device and gets rank 0's parameters. Throws UsageError for
   /// what the strategy cannot do with it, and MismatchError where ranks differ in their options,
   /// loaders or parameters.

@@ -171,7 +171,7 @@ class TrainingModuleBase : public torch::nn::Module {
   /// optimizers.
   virtual bool automatic_optimization() const { return true; }
 
-  /// Called on every rank, in training mode.
+  /// Called on every rank.
   virtual void on_train_epoch_start(int64_t epoch) {}
   virtual void on_train_epoch_end(int64_t epoch) {}
   /// With the metrics of all ranks.

@@ -5,6 +5,8 @@
 #include <ATen/Functions.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
 
 #include <csignal>
@@ -305,6 +307,49 @@ TEST(TrainingModule, EvaluationUsesRankZerosBuffersOfNoPart) {
               EXPECT_TRUE(at::equal(duels[rank]->frozen, at::ones({2})));
             },
             {.backend = "shm"});
+}
+
+/// A frozen body with batch norm, whose statistics are to stay, and a head.
+struct FrozenBody : TrainingModule<at::Tensor> {
+  FrozenBody() {
+    for (const at::Tensor& parameter : body->parameters()) parameter.requires_grad_(false);
+  }
+  at::Tensor training_step(const at::Tensor& rows, int64_t) override {
+    return head->forward(body->forward(rows)).square().mean();
+  }
+  void validation_step(const at::Tensor& rows, int64_t) override {
+    EXPECT_FALSE(head->is_training());
+    log_sum("rows", rows.size(0), 1);
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override { return {{.make = sgd()}}; }
+
+  torch::nn::Sequential body = register_module(
+      "body", torch::nn::Sequential(torch::nn::Linear(3, 3), torch::nn::BatchNorm1d(3)));
+  torch::nn::Sequential head = register_module(
+      "head", torch::nn::Sequential(torch::nn::BatchNorm1d(3), torch::nn::Linear(3, 1)));
+};
+
+/// As with Lightning since 2.2.
+TEST(TrainingModule, EachPartIsTrainedInTheModeThatItHas) {
+  const World world = init();
+  const auto module = std::make_shared<FrozenBody>();
+  module->body->eval();
+  Trainer trainer(world, {.max_epochs = 2});
+  trainer.fit(module, RowsLoader(), RowsLoader());
+  EXPECT_TRUE(at::equal(module->named_buffers()["body.1.running_mean"], at::zeros({3})));
+  EXPECT_FALSE(at::equal(module->named_buffers()["head.0.running_mean"], at::zeros({3})));
+  trainer.validate(module, RowsLoader());
+  for (const auto& part : module->head->modules()) EXPECT_TRUE(part->is_training());
+  for (const auto& part : module->body->modules()) EXPECT_FALSE(part->is_training());
+
+  // One that was evaluated as a whole stays as it is, with a warning.
+  module->eval();
+  const at::Tensor mean = module->named_buffers()["head.0.running_mean"].clone();
+  ::testing::internal::CaptureStderr();
+  trainer.fit(module, RowsLoader());
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(), HasSubstr("train()"));
+  EXPECT_TRUE(at::equal(module->named_buffers()["head.0.running_mean"], mean));
+  EXPECT_FALSE(module->is_training());
 }
 
 TEST(TrainingModule, NamedSumsComeBackFromACheckpointsNumbers) {
