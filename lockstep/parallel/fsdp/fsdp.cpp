@@ -86,11 +86,13 @@ class Fsdp final : public FsdpCore {
     if (sync_buffers_) share_buffers();
   }
   void begin_use() override {
+    gradients_->allow_module();
     check_complete();
     parameters_->take_values();
     parameters_->begin_round();
   }
-  void after_forward(bool records) override {
+  void after_forward(bool records, bool of_program) override {
+    if (records && of_program) gradients_->expect_backward();
     // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
     sync_buffers_ = gradients_->synchronizing() && records;
     if (sync_buffers_) group().note_steps(++steps_);

@@ -77,12 +77,12 @@ class FsdpCore {
   virtual void before_forward() = 0;
   /// Before parameters are used otherwise, such as in an evaluation. `after_forward` ends it.
   virtual void begin_use() = 0;
-  /// `records`: a backward will follow.
-  virtual void after_forward(bool records) = 0;
+  /// `records`: a backward will follow. `of_program`: of a loop whose optimizer is not ours.
+  virtual void after_forward(bool records, bool of_program = false) = 0;
   /// What a WrappedModule asks.
   bool wants_outputs() const { return false; }
   void after_forward(std::vector<at::Tensor>& outputs) {
-    after_forward(c10::GradMode::is_enabled());
+    after_forward(c10::GradMode::is_enabled(), /*of_program=*/true);
   }
   /// After a forward that threw: throws what a gather in it threw, if one did. TorchScript's
   /// interpreter, and a user's own forward, may have made something else of it.
@@ -143,7 +143,8 @@ std::unique_ptr<FsdpCore> make_fsdp_core(std::shared_ptr<torch::nn::Module> modu
 ///
 /// **Gradients.** When backward has all gradients of a unit, they are averaged over ranks by a
 /// reduce-scatter. The module's own tensors never keep a gradient, outside of no_sync, which costs
-/// the memory of all of them. While they only add up, a step of the optimizer throws UsageError. A
+/// the memory of all of them. An optimizer of the module's own parameters throws UsageError at its
+/// first step. While they only add up, a step of the optimizer throws UsageError. A
 /// backward of distributed autograd (rpc::AutogradContext) is a UsageError, too. So is a layer that
 /// `checkpoint` runs several times in a backward: its unit is reduced after the first. Parameters
 /// must be given to optimizers that treat every element alike (sgd, adam, adamw, rmsprop, adagrad).

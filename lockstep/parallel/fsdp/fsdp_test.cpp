@@ -5,6 +5,8 @@
 #include <c10/core/InferenceMode.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
 #include <torch/serialize.h>
 
 #include <algorithm>
@@ -242,13 +244,55 @@ TEST(Fsdp, FreesUnitsAndForetellsTheirUse) {
       EXPECT_NO_THROW(net->second->weight.const_data_ptr());
       loss.backward();
       is_empty();
+      // After the first backward they have gradients that cannot be used.
       for (const at::Tensor& parameter : net->parameters())
-        EXPECT_FALSE(parameter.grad().defined());
+        EXPECT_EQ(parameter.grad().defined(), step == 0);
       for (const at::Tensor& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
       EXPECT_EQ(fsdp.statistics().gathers, 2 * (step + 1));
       EXPECT_EQ(fsdp.statistics().foretold_gathers, step);  // Of `second`.
       EXPECT_EQ(fsdp.statistics().reductions, 2 * (step + 1));
     }
+  });
+}
+
+/// As PyTorch's FSDP2 takes the module's parameters, so would a newcomer. The loss would stay.
+TEST(Fsdp, AnOptimizerOfTheModulesOwnParametersIsRefusedAtItsFirstStep) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    for (const int size : {1, 2}) {
+      over_shared_memory(size, [&](ProcessGroup group) {
+        auto net = filled<Net>(1);
+        const std::vector<at::Tensor> early = net->parameters();
+        FullyShardedDataParallel fsdp(net, group, options);
+        torch::optim::SGD sgd(early, 0.05);
+        torch::optim::SGD heavy(net->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+        torch::optim::Adam adam_of_module(net->parameters());
+        fsdp.forward(input(group.rank())).square().sum().backward();
+        for (torch::optim::Optimizer* const optimizer :
+             std::initializer_list<torch::optim::Optimizer*>{&sgd, &heavy, &adam_of_module}) {
+          EXPECT_THROW(optimizer->step(), UsageError);
+        }
+        EXPECT_THROW(clip_grad_norm(net->parameters(), 1), UsageError);
+        EXPECT_GT(fsdp.clip_grad_norm(1), 0);
+        zero_grad(net->parameters());
+        fsdp.forward(input(group.rank())).square().sum().backward();
+        adam(fsdp.parameters())->step();
+      });
+    }
+  }
+}
+
+/// A graph may have two backwards without a forward between them.
+TEST(Fsdp, TheFirstBackwardMayBeFollowedByAnother) {
+  over_shared_memory(2, [&](ProcessGroup group) {
+    auto net = filled<Net>(1);
+    FullyShardedDataParallel fsdp(net, group, gathered());
+    const auto a = fsdp.forward(input(group.rank())).sum();
+    a.backward({}, /*keep_graph=*/true);
+    a.backward();
+    const auto b = fsdp.forward(input(1)).sum(), c = fsdp.forward(input(2)).sum();
+    b.backward();
+    c.backward();
+    for (const at::Tensor& shard : fsdp.parameters()) EXPECT_TRUE(shard.grad().defined());
   });
 }
 

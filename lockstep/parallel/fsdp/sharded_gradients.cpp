@@ -64,6 +64,7 @@ const FlatParameter& ShardedGradients::parameter(size_t index) const {
 void ShardedGradients::on_backward(size_t) {
   refuse_distributed_autograd(place());
   parameters_.begin_backward();
+  keeps_graph_ = keeps_graph();
   if (synchronizing_) withheld_.release();
   after_backward([this] { on_end(); });
 }
@@ -91,6 +92,7 @@ void ShardedGradients::reduce_in_turn() {
 
 /// Backward has run all of its nodes.
 void ShardedGradients::on_end() {
+  if (!keeps_graph_) --expected_;
   if (!synchronizing_) {
     withheld_.withhold();
     return parameters_.end_round();
@@ -103,6 +105,21 @@ void ShardedGradients::on_end() {
   forget();
   // No rank has finished the last reduction before all have begun it: nobody reads any more.
   parameters_.end_round(/*all_know=*/true);
+  // Another backward would add to these.
+  if (expected_ == 0 && !keeps_graph_ && !std::exchange(has_refused_, true)) refuse_module();
+}
+
+void ShardedGradients::refuse_module() {
+  refuses_module_ = true;
+  for (size_t i = 0; i < members_.size(); ++i) {
+    const at::Tensor& tensor = parameter(i).tensor;
+    tensor.mutable_grad() = parameters_.refused_gradient(tensor);
+  }
+}
+
+void ShardedGradients::allow_module() {
+  if (!std::exchange(refuses_module_, false)) return;
+  for (size_t i = 0; i < members_.size(); ++i) parameter(i).tensor.mutable_grad().reset();
 }
 
 /// Rank 0's, so that all ranks reduce alike.
@@ -234,7 +251,7 @@ void ShardedGradients::follow_module() {
 }
 
 bool ShardedGradients::has_local() const {
-  for (size_t i = 0; i < members_.size(); ++i) {
+  for (size_t i = 0; i < members_.size() && !refuses_module_; ++i) {
     if (parameter(i).tensor.grad().defined()) return true;
   }
   return false;
@@ -256,7 +273,8 @@ void ShardedGradients::drop_incomplete() {
 int64_t ShardedGradients::bytes() const {
   int64_t bytes = 0;
   for (const Unit& unit : units_) bytes += bytes_of(unit.gradient);
-  for (size_t i = 0; i < members_.size(); ++i) bytes += bytes_of(parameter(i).tensor.grad());
+  for (size_t i = 0; i < members_.size() && !refuses_module_; ++i)
+    bytes += bytes_of(parameter(i).tensor.grad());
   return bytes;
 }
 

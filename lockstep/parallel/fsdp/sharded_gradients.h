@@ -52,6 +52,12 @@ class ShardedGradients : private GradientTracker {
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
   bool& synchronizing() { return synchronizing_; }
+  /// A forward of a program's own loop has ended, of which a backward is to come. After the first
+  /// backward the module's own parameters have gradients whose use is a UsageError, until the next
+  /// forward: an optimizer of those would step without gradients, and nobody would know.
+  void expect_backward() { ++expected_; }
+  /// Takes those back.
+  void allow_module();
   /// Before a forward. Goes on with parameters that have new nodes which add gradients. Throws
   /// UsageError for one that was frozen or unfrozen.
   void follow_module();
@@ -91,6 +97,7 @@ class ShardedGradients : private GradientTracker {
   void end_round() override { complete_ = true; }
   void refuse_second(size_t index, bool same_backward, const std::vector<size_t>& missing) override;
   void on_end();
+  void refuse_module();
   const FlatParameter& parameter(size_t index) const;
   void reduce_in_turn();
   void reduce(size_t unit, bool wait);
@@ -117,6 +124,10 @@ class ShardedGradients : private GradientTracker {
   bool ordered_ = false;
   bool complete_ = false;  ///< All gradients have come in this backward or before.
   bool synchronizing_ = true;
+  int64_t expected_ = 0;  ///< Backwards.
+  bool keeps_graph_ = false;
+  bool refuses_module_ = false;
+  bool has_refused_ = false;
   std::vector<at::Tensor> buffers_;  ///< In turn.
   size_t turn_ = 0;
   std::vector<Reduction> running_;

@@ -195,7 +195,22 @@ void ShardedParameters::end_round(bool all_know) {
   }
 }
 
+at::Tensor ShardedParameters::refused_gradient(const at::Tensor& parameter) const {
+  const Unwatched unwatched;
+  return refused_.tensor().expand(parameter.sizes());
+}
+
+void ShardedParameters::expect_no_gradient(const std::vector<size_t>& memories) const {
+  if (std::ranges::find(memories, kRefused) == memories.end()) return;
+  throw UsageError("FullyShardedDataParallel, rank " + std::to_string(group_.rank()) +
+                       ": a gradient of one of the module's own parameters was used, but gradients "
+                       "lie in shards",
+                   "give the optimizer and zero_grad the shards, fsdp.parameters(), in place of "
+                   "model->parameters(); clip by fsdp.clip_grad_norm");
+}
+
 void ShardedParameters::before_use(const std::vector<size_t>& memories) {
+  expect_no_gradient(memories);
   if (in_round_ && (shared_ || (memories.size() == 1 && current_ == memories.front()))) return;
   const c10::AutoGradMode no_grad(false);
   if (!in_round_) {
@@ -228,6 +243,7 @@ void ShardedParameters::after_use() noexcept {
 }
 
 void ShardedParameters::before_write(size_t memory, const std::string& operation) {
+  expect_no_gradient({memory});
   if (writable_) return;
   throw UsageError("FullyShardedDataParallel, rank " + std::to_string(group_.rank()) + ": " +
                        operation + " writes to parameters of '" + units_[memory].name +

@@ -74,6 +74,9 @@ class ShardedParameters : private MemoryWatcher {
   void adopt_module();
 
   const std::vector<FlatUnit>& units() const { return units_; }
+  /// What the module's parameters can have for a gradient that is spread over shards. Using it is a
+  /// UsageError. Has no values.
+  at::Tensor refused_gradient(const at::Tensor& parameter) const;
   /// Whether no parameter needs a gradient now, as of a GAN's discriminator at times.
   bool all_frozen() const;
   const FlatParameter& parameter_of(const Piece& piece) const {
@@ -119,6 +122,7 @@ class ShardedParameters : private MemoryWatcher {
   void after_use() noexcept override;
   void before_write(size_t memory, const std::string& operation) override;
 
+  void expect_no_gradient(const std::vector<size_t>& memories) const;
   void share_memory();
   void make_shards();
   void open_common();
@@ -132,6 +136,8 @@ class ShardedParameters : private MemoryWatcher {
   void note_switch(size_t unit);
   at::ScalarType whole_dtype(size_t unit) const;
 
+  static constexpr size_t kRefused = SIZE_MAX;
+  WatchedMemory refused_{*this, kRefused, 1, at::kFloat, c10::kCPU};
   const std::vector<FlatUnit> units_;
   const std::vector<Piece> pieces_;
   const ProcessGroup group_;
