@@ -38,6 +38,7 @@ std::string keys_text(const std::vector<std::string>& keys) {
                              const std::exception_ptr& error, std::chrono::milliseconds timeout) {
   const std::string what = std::string("store: ") + operation + " of " + keys_text(keys);
   const FailureKind kind = failure_kind(error);
+  if (kind == FailureKind::ours) std::rethrow_exception(error);
   if (kind == FailureKind::silence) {
     throw TimeoutError(what + ": " + failure_text(error),
                        "rank 0, or the launcher, holds the store");
@@ -66,6 +67,44 @@ auto guarded(const std::shared_ptr<c10d::Store>& store, const char* operation,
   } catch (const std::exception&) {
     throw_ours(operation, keys, std::current_exception(), timeout.value_or(store->getTimeout()));
   }
+}
+
+/// Begins what stands under the key of a value that is stored in parts. Their common key follows.
+constexpr std::string_view kInParts("\0lockstep/parts/", 16);
+
+/// The keys of a value's parts; none where it is stored as it is.
+std::vector<std::string> keys_of_parts(const std::string& value) {
+  std::vector<std::string> keys;
+  if (!value.starts_with(kInParts)) return keys;
+  const size_t slash = value.find('/', kInParts.size());
+  const int64_t count =
+      parse_int(value.substr(kInParts.size(), slash - kInParts.size())).value_or(0);
+  for (int64_t i = 0; i < count; ++i)
+    keys.push_back(value.substr(slash + 1) + "/" + std::to_string(i));
+  return keys;
+}
+
+/// The value that c10d gave for a key.
+std::string whole(c10d::Store& store, const std::vector<uint8_t>& bytes) {
+  const std::string value = text_of(bytes);
+  const auto parts = keys_of_parts(value);
+  if (parts.empty()) return value;
+  std::string all;
+  for (const auto& key : parts) all += text_of(store.get(key));
+  return all;
+}
+
+bool takes_whole(const Store& store, size_t size) {
+  return size <= LimitedTcpStore::kLongestValue || !tcp_store_of(native_store(store));
+}
+
+std::string set_parts(c10d::Store& store, const std::string& key, const std::string& value) {
+  constexpr size_t kPart = LimitedTcpStore::kLongestValue;
+  const std::string common = key + "/" + random_hex(16);
+  size_t count = 0;
+  for (; count * kPart < value.size(); ++count)
+    store.set(common + "/" + std::to_string(count), bytes_of(value.substr(count * kPart, kPart)));
+  return std::string(kInParts) + std::to_string(count) + "/" + common;
 }
 
 Store make_store(const std::string& host, const c10d::TCPStoreOptions& options,
@@ -108,11 +147,14 @@ Store connect_store(const TcpStoreOptions& wanted) {
 }  // namespace
 
 void Store::set(const std::string& key, const std::string& value) {
-  guarded(store_, "set", {key}, {}, [&](c10d::Store& s) { s.set(key, bytes_of(value)); });
+  guarded(store_, "set", {key}, {}, [&](c10d::Store& s) {
+    const bool fits = takes_whole(*this, value.size());
+    s.set(key, bytes_of(fits ? value : set_parts(s, key, value)));
+  });
 }
 
 std::string Store::get(const std::string& key) {
-  return guarded(store_, "get", {key}, {}, [&](c10d::Store& s) { return text_of(s.get(key)); });
+  return guarded(store_, "get", {key}, {}, [&](c10d::Store& s) { return whole(s, s.get(key)); });
 }
 
 std::vector<std::string> Store::multi_get(const std::vector<std::string>& keys) {
@@ -120,9 +162,9 @@ std::vector<std::string> Store::multi_get(const std::vector<std::string>& keys) 
     std::vector<std::string> values;
     values.reserve(keys.size());
     if (keys.size() > 1 && s.hasExtendedApi()) {
-      for (const auto& value : s.multiGet(keys)) values.push_back(text_of(value));
+      for (const auto& value : s.multiGet(keys)) values.push_back(whole(s, value));
     } else {
-      for (const auto& key : keys) values.push_back(text_of(s.get(key)));
+      for (const auto& key : keys) values.push_back(whole(s, s.get(key)));
     }
     return values;
   });
@@ -135,7 +177,7 @@ int64_t Store::add(const std::string& key, int64_t amount) {
 std::string Store::compare_set(const std::string& key, const std::string& expected,
                                const std::string& desired) {
   return guarded(store_, "compare_set", {key}, {}, [&](c10d::Store& s) {
-    return text_of(s.compareSet(key, bytes_of(expected), bytes_of(desired)));
+    return whole(s, s.compareSet(key, bytes_of(expected), bytes_of(desired)));
   });
 }
 
@@ -151,7 +193,13 @@ bool Store::check(const std::vector<std::string>& keys) {
 }
 
 bool Store::delete_key(const std::string& key) {
-  return guarded(store_, "delete_key", {key}, {}, [&](c10d::Store& s) { return s.deleteKey(key); });
+  return guarded(store_, "delete_key", {key}, {}, [&](c10d::Store& s) {
+    if (!tcp_store_of(native_store(*this))) return s.deleteKey(key);
+    // Sets nothing, as no value is the mark alone, and does not wait for a key that is not there.
+    const auto value = s.compareSet(key, bytes_of(std::string(kInParts)), {});
+    for (const auto& part : keys_of_parts(text_of(value))) s.deleteKey(part);
+    return s.deleteKey(key);
+  });
 }
 
 int64_t Store::num_keys() {

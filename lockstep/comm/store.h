@@ -21,6 +21,11 @@ namespace lockstep {
 ///
 /// Every waiting call gives up after the store's time-out with a TimeoutError that names the keys.
 /// A store whose process is gone gives a PeerLostError.
+///
+/// A TCP store takes keys of 8191 bytes with their prefixes, 131,072 of them in a request, and 8
+/// MiB in `compare_set`. More is a UsageError. A value of `set` that is longer is stored in parts,
+/// which Python does not put together. They go with `delete_key`. Those of a value that was set
+/// again stay as long as the store.
 class Store {
  public:
   Store() = default;

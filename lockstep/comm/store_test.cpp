@@ -10,6 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/socket.h"
+#include "lockstep/comm/checks/limited_tcp_store.h"
 #include "tests/support/message_of.h"
 
 namespace lockstep {
@@ -120,6 +121,22 @@ TEST_P(EveryStore, GivesUpAfterItsTimeout) {
   EXPECT_EQ(store_.get("still"), "works");
 }
 
+TEST_P(EveryStore, KeepsALongValue) {
+  std::string value((size_t{9} << 20), 'a');
+  value.back() = 'z';
+  store_.set("small", "1");
+  const int64_t before = std::string(GetParam()) == "file" ? 0 : store_.num_keys();
+  store_.set("long", value);
+  EXPECT_EQ(store_.get("long"), value);
+  EXPECT_THAT(store_.multi_get({"small", "long"}), ElementsAre("1", value));
+  EXPECT_EQ(store_.clone().compare_set("long", "other", "short"), value);
+  EXPECT_TRUE(store_.delete_key("long"));
+  EXPECT_FALSE(store_.check({"long"}));
+  if (before > 0) {
+    EXPECT_EQ(store_.num_keys(), before);
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Kinds, EveryStore, ::testing::Values("tcp", "file", "hash", "prefix"));
 
 TEST(PrefixStore, KeepsKeysApart) {
@@ -156,6 +173,32 @@ TEST(TcpStore, ServesOthersUnderItsPort) {
   EXPECT_EQ(server.get("a"), "from the client");
   EXPECT_EQ(tcp_store_port(prefix_store("x", client)), options.port);
   EXPECT_THROW(tcp_store_port(hash_store()), UsageError);
+}
+
+TEST(TcpStore, WhatItsServerRefusesIsAUsageErrorAndItsConnectionStays) {
+  Store store = prefix_store("prefix", new_tcp_store());
+  const std::string longest(LimitedTcpStore::kLongestKey - 7, 'k');
+  store.set(longest, "1");
+  EXPECT_EQ(store.get(longest), "1");
+  EXPECT_EQ(store.add(longest, 1), 2);
+  const std::string longer = longest + "k";
+  EXPECT_THROW(store.set(longer, "1"), UsageError);
+  EXPECT_THROW(store.get(longer), UsageError);
+  EXPECT_THROW(store.add(longer, 1), UsageError);
+  EXPECT_THROW(store.check({longer}), UsageError);
+  EXPECT_THROW(store.wait({longer}), UsageError);
+  EXPECT_THROW(store.delete_key(longer), UsageError);
+  const std::string most(LimitedTcpStore::kLongestValue, 'v');
+  EXPECT_EQ(store.compare_set("c", "", most), most);
+  EXPECT_THROW(store.compare_set("c", most, most + "v"), UsageError);
+  EXPECT_THROW(store.compare_set("c", most + "v", "v"), UsageError);
+  std::vector<std::string> keys(LimitedTcpStore::kMostKeys, "c");
+  EXPECT_TRUE(store.check(keys));
+  keys.emplace_back("c");
+  EXPECT_THROW(store.check(keys), UsageError);
+  EXPECT_THROW(store.wait(keys), UsageError);
+  EXPECT_THROW(store.multi_get(keys), UsageError);
+  EXPECT_EQ(store.get(longest), "2");
 }
 
 TEST(TcpStore, TakesOverASocketThatIsBound) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "lockstep/base/arrival.h"
+#include "lockstep/base/error.h"
 #include "lockstep/base/in_time.h"
 #include "lockstep/base/poll_pause.h"
 #include "lockstep/base/socket.h"
@@ -27,6 +28,25 @@ constexpr milliseconds kSlack{500};
                                         std::to_string(port) + " gave no answer within " +
                                         seconds_text(limit) +
                                         "; its process is stopped, or its host was cut off");
+}
+
+void expect_at_most(size_t most, size_t size, const std::string& what) {
+  if (size <= most) return;
+  throw UsageError("store: " + what + " of " + std::to_string(size) + " bytes",
+                   "c10d's store takes " + std::to_string(most) + " at most");
+}
+
+void expect_keys(const std::vector<std::string>& keys) {
+  constexpr size_t kMost = LimitedTcpStore::kMostKeys;
+  if (keys.size() > kMost) {
+    throw UsageError("store: a request with " + std::to_string(keys.size()) + " keys",
+                     "c10d's store takes " + std::to_string(kMost) + " at most: ask in parts");
+  }
+  for (const auto& key : keys) expect_at_most(LimitedTcpStore::kLongestKey, key.size(), "a key");
+}
+
+void expect_value(const std::string& key, const std::vector<uint8_t>& value) {
+  expect_at_most(LimitedTcpStore::kLongestValue, value.size(), "a value of key '" + key + "'");
 }
 
 /// PrefixStore tells its prefix to its heirs only.
@@ -90,12 +110,16 @@ c10::intrusive_ptr<c10d::Store> LimitedTcpStore::clone() {
 }
 
 void LimitedTcpStore::set(const std::string& key, const std::vector<uint8_t>& value) {
+  expect_keys({key});
+  expect_value(key, value);
   limited([&] { TCPStore::set(key, value); });
 }
 
 std::vector<uint8_t> LimitedTcpStore::compareSet(const std::string& key,
                                                  const std::vector<uint8_t>& expected,
                                                  const std::vector<uint8_t>& desired) {
+  expect_keys({key});
+  for (const auto* value : {&expected, &desired}) expect_value(key, *value);
   return limited([&] { return TCPStore::compareSet(key, expected, desired); });
 }
 
@@ -105,14 +129,17 @@ std::vector<uint8_t> LimitedTcpStore::get(const std::string& key) {
 }
 
 int64_t LimitedTcpStore::add(const std::string& key, int64_t value) {
+  expect_keys({key});
   return limited([&] { return TCPStore::add(key, value); });
 }
 
 bool LimitedTcpStore::deleteKey(const std::string& key) {
+  expect_keys({key});
   return limited([&] { return TCPStore::deleteKey(key); });
 }
 
 bool LimitedTcpStore::check(const std::vector<std::string>& keys) {
+  expect_keys(keys);
   return limited([&] { return TCPStore::check(keys); });
 }
 
@@ -129,6 +156,7 @@ void LimitedTcpStore::wait(const std::vector<std::string>& keys) {
 }
 
 void LimitedTcpStore::wait(const std::vector<std::string>& keys, const milliseconds& timeout) {
+  expect_keys(keys);
   const auto deadline = Clock::now() + timeout;
   const auto here = [this](const std::vector<std::string>& asked) { return check(asked); };
   Arrival arrival(keys);

@@ -17,9 +17,14 @@ namespace lockstep {
 /// c10d's client also holds its connection for as long as the server lets it wait. A wait of one
 /// thread would keep another from telling what a third process waits for. This one asks again and
 /// again, and the connection is free between two questions. Any thread may call.
+///
+/// c10d's server closes the connection of whoever sends too much. That is a UsageError here.
 class LimitedTcpStore final : public c10d::TCPStore {
  public:
   using Ptr = c10::intrusive_ptr<LimitedTcpStore>;
+  /// What c10d's server takes in a request: keys, bytes of a key with its prefixes, of a value.
+  static constexpr size_t kMostKeys = 128 << 10, kLongestKey = (8 << 10) - 1;
+  static constexpr size_t kLongestValue = 8 << 20;
   /// The store's server, or a connection to one, which is made within `options.timeout`. `limit`:
   /// how long an answer may take, 1 s to 1 h. Throws c10d's errors, also where the other side
   /// accepts the connection and says nothing.
