@@ -213,7 +213,10 @@ class Launcher {
     const Time now = Clock::now();
     take_served(std::chrono::milliseconds(0));
     while (const auto signal = signals_.next()) take_signal(*signal, now);
-    for (auto& stream : streams_) stream->read(now);
+    for (auto& stream : streams_) {
+      stream->read(now);
+      stream->show_prompt(now);
+    }
     if (!supervisor_->gone()) take_events(now);
     send(job_.tick(now));
     follow_agent(now);
@@ -232,6 +235,9 @@ class Launcher {
     const bool expects = recovery_ && !recovery_->expected().empty();
     if ((recovery_ || host_recovery_) && job_.running())
       interval = expects ? kExpectedInterval : kHangingInterval;
+    const auto asks = [](const auto& stream) { return stream->has_prompt(); };
+    if (std::any_of(streams_.begin(), streams_.end(), asks))
+      interval = std::min(interval, LineCutter::kPromptDelay);
     const int64_t longest = interval.count();
     if (!next) return longest < 60'000 ? static_cast<int>(longest) : -1;
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(*next - Clock::now()).count();

@@ -23,6 +23,7 @@ struct StreamPlan {
   bool inherit = false;        ///< The worker gets our own descriptor; nothing else then applies.
   bool console = false;        ///< To the same stream of ours, in whole lines with the prefix.
   std::filesystem::path file;  ///< Bytes as they come; empty: no file.
+  bool prompts = false;        ///< The console also gets a line that stays unfinished: a question.
 };
 
 /// Which lines of the console are copied into a file: those that contain one of `words`.

@@ -1,6 +1,7 @@
 #include "lockstep/launch/line_cutter.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/base/text.h"
 
@@ -8,6 +9,7 @@ namespace lockstep::launch {
 
 void LineCutter::feed(std::string_view bytes, Time now, const Sink& sink) {
   if (last_line_ == Time{}) last_line_ = now;
+  fed_ = now;
   while (!bytes.empty()) {
     const size_t newline = bytes.find('\n');
     const size_t room = kLongestLine - partial_.size();
@@ -32,6 +34,11 @@ void LineCutter::feed(std::string_view bytes, Time now, const Sink& sink) {
 void LineCutter::finish(const Sink& sink) {
   if (!partial_.empty()) sink(partial_);
   partial_.clear();
+}
+
+std::string LineCutter::take_prompt(Time now) {
+  if (!has_unfinished() || now - fed_ < kPromptDelay) return {};
+  return std::exchange(partial_, {});
 }
 
 void Tail::feed(std::string_view bytes) {

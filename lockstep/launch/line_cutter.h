@@ -21,14 +21,22 @@ class LineCutter {
   using Sink = std::function<void(std::string_view line)>;
   static constexpr size_t kLongestLine = size_t{1} << 20;
   static constexpr std::chrono::milliseconds kProgressInterval{1000};
+  static constexpr std::chrono::milliseconds kPromptDelay{100};
 
   void feed(std::string_view bytes, Time now, const Sink& sink);
   /// The last line, which no newline ended.
   void finish(const Sink& sink);
+  /// Whether a line that is no progress bar has begun.
+  bool has_unfinished() const {
+    return !partial_.empty() && partial_.find('\r') == std::string::npos;
+  }
+  /// Takes its beginning once that has stood for kPromptDelay; empty: not yet.
+  std::string take_prompt(Time now);
 
  private:
   std::string partial_;
   Time last_line_{};
+  Time fed_{};
 };
 
 /// The last lines of a stream, at most kLines lines and kBytes bytes.

@@ -20,6 +20,18 @@ class LineCutterTest : public testing::Test {
   LineCutter::Time start_ = std::chrono::steady_clock::now();
 };
 
+TEST_F(LineCutterTest, AQuestionIsTakenOnceItHasStoodForAMoment) {
+  constexpr auto kDelay = LineCutter::kPromptDelay;
+  feed("a\n(Pdb) ");
+  EXPECT_TRUE(cutter_.has_unfinished());
+  EXPECT_EQ(cutter_.take_prompt(start_ + kDelay / 2), "");
+  EXPECT_EQ(cutter_.take_prompt(start_ + kDelay), "(Pdb) ");
+  EXPECT_FALSE(cutter_.has_unfinished());
+  feed("b\n\r12%");
+  EXPECT_EQ(cutter_.take_prompt(start_ + 2 * kDelay), "");
+  EXPECT_EQ(lines_, (Lines{"a", "b"}));
+}
+
 TEST_F(LineCutterTest, PiecesOfALineComeAsOne) {
   feed("a");
   feed("b\nc\n\nd");

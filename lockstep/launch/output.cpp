@@ -45,6 +45,10 @@ bool same_file(int a, int b) {
          first.st_ino == second.st_ino;
 }
 
+bool input_is_ours() {
+  return !isatty(STDIN_FILENO) || tcgetpgrp(STDIN_FILENO) == getpgrp();
+}
+
 void ensure_standard_descriptors() {
   int fd = 0;
   do {

@@ -39,6 +39,9 @@ class OutputQueue {
 /// Whether two descriptors are the same file, pipe or terminal.
 bool same_file(int a, int b);
 
+/// Whether standard input may be read: a terminal's is not ours in the background.
+bool input_is_ours();
+
 /// Opens /dev/null for those of descriptors 0 to 2 that are closed, so that no pipe gets their
 /// number.
 void ensure_standard_descriptors();

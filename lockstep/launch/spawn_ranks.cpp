@@ -19,6 +19,7 @@
 #include "lockstep/comm/rendezvous/job_environment.h"
 #include "lockstep/comm/store.h"
 #include "lockstep/launch/launcher.h"
+#include "lockstep/launch/output.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/supervisor.h"
 #include "lockstep/launch/variables.h"
@@ -174,6 +175,8 @@ struct Parent {
     const bool follows = call.recovers && call.stdout_ranks && !options.stdout_ranks;
     for (int i = 0; i < nprocs; ++i) {
       plan.workers.push_back(worker_plan(layout, i, number, argv, folder));
+      plan.workers.back().inherit_stdin =
+          call.passes_input && layout.first_rank + i == 0 && input_is_ours();
       if (forks) {
         plan.workers.back().body = [this] {
           calls() = number - 1;  // As in a program that was executed, this call is the next one.

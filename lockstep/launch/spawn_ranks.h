@@ -20,6 +20,8 @@ struct SpawnCall {
   std::string once = "let only the first process spawn: if (spawn(n)) return 0;";
   /// SpawnOptions::stdout_ranks where the options do not say.
   std::optional<std::set<int>> stdout_ranks = {};
+  /// Rank 0 has our standard input, which the caller does not read.
+  bool passes_input = false;
   /// The caller prints the failure where the workers' standard error went. So what stands there is
   /// not repeated, and of a rank that has reported its failure its own words are enough.
   bool prints_failure = false;

@@ -43,6 +43,7 @@ launch::SpawnCall spawn_call(const std::string& name) {
   call.name = name;
   call.once = "call " + name + " once, at the beginning of main, and not beside spawn";
   call.stdout_ranks = {0};
+  call.passes_input = true;
   call.prints_failure = true;
   return call;
 }

@@ -51,7 +51,7 @@ struct StartOptions {
 /// returns in each of those. Under a launcher (`lockstep run`, torchrun, srun, mpirun) this process
 /// is a rank already, of as many as the launcher says: `start` only meets the others, and the
 /// launcher decides whose output is shown. start(1) by hand starts nothing either: the world of one
-/// is this process, which keeps its standard input.
+/// is this process. Rank 0 has the standard input of the process that was started.
 ///
 /// The process that was started by hand never returns from here. It waits for the others (see
 /// `spawn`), and ends by std::exit:

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
@@ -38,6 +39,7 @@ WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix,
                            OutputQueue& console, LineCopies& copies)
     : inherit_(plan.inherit),
       console_wanted_(plan.console),
+      prompts_(plan.prompts && plan.console),
       own_fd_(own_fd),
       prefix_(std::move(prefix)),
       own_mark_("[rank" + std::to_string(rank) + "]"),
@@ -76,11 +78,21 @@ void WorkerStream::take(std::string_view bytes, Time now) {
 }
 
 void WorkerStream::show(std::string_view line) {
-  const std::string_view prefix = line.starts_with(own_mark_) ? std::string_view() : prefix_;
+  const bool begun = std::exchange(prompted_, false);
+  const std::string_view prefix =
+      begun || line.starts_with(own_mark_) ? std::string_view() : prefix_;
   console_.write(prefix, this);
   console_.write(line, this);
   console_.write("\n", this);
   copies_.take(prefix, line);
+}
+
+void WorkerStream::show_prompt(Time now) {
+  if (!has_prompt()) return;
+  const std::string text = cutter_.take_prompt(now);
+  if (text.empty()) return;
+  if (!std::exchange(prompted_, true)) console_.write(prefix_, this);
+  console_.write(text, this);
 }
 
 void WorkerStream::mute(bool is_muted) {

@@ -60,6 +60,10 @@ class WorkerStream {
   bool open() const { return static_cast<bool>(read_); }
   /// Takes in what is there now. Does not block.
   void read(Time now);
+  /// Whether an unfinished line waits for `show_prompt`.
+  bool has_prompt() const { return prompts_ && !is_muted_ && cutter_.has_unfinished(); }
+  /// Shows a line that has stood unfinished for LineCutter::kPromptDelay.
+  void show_prompt(Time now);
   /// From now on the console gets nothing of it.
   void mute(bool is_muted);
   /// Gives the stream up: its last line is passed on.
@@ -76,6 +80,8 @@ class WorkerStream {
 
   bool inherit_;
   bool console_wanted_;
+  bool prompts_;
+  bool prompted_ = false;  ///< The beginning of the line is on the console.
   bool is_muted_ = false;
   int own_fd_;
   std::string prefix_;

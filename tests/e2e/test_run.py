@@ -333,14 +333,29 @@ class Terminal(unittest.TestCase):
         self.assertRegex(shown, r"lockstep run: error: rank 0 \(pid \d+\) exited with code 1\n$")
 
     def test_several_ranks_share_it_in_lines(self):
-        _, shown = self.run_in_terminal("--nproc-per-node", 2, "sh", "-c", "[ -t 1 ] || echo lines; cat")
+        _, shown = self.run_in_terminal("--nproc-per-node", 2, "--stdin", "none", "sh", "-c", "[ -t 1 ] || echo lines; cat")
         self.assertEqual(sorted(line for line in shown.splitlines() if line.startswith("[rank")),
                          ["[rank0]: lines", "[rank1]: lines"])
 
-    def test_a_pipe_is_read_by_a_rank_alone(self):
-        result = subprocess.run([LOCKSTEP, "run", "cat"], input=b"data\n", stdout=subprocess.PIPE, env=clean_environment(),
-                                timeout=30, check=False)
-        self.assertEqual((result.returncode, result.stdout), (0, b"[rank0]: data\n"))
+    def test_a_pipe_is_read_by_one_rank(self):
+        for words, shown in (((), b"[rank0]: data\n"), (("--nproc-per-node", "2"), b"[rank0]: data\n"),
+                             (("--nproc-per-node", "2", "--stdin", "1"), b"[rank1]: data\n"),
+                             (("--nproc-per-node", "2", "--stdin", "none"), b"")):
+            result = subprocess.run([LOCKSTEP, "run", *words, "cat"], input=b"data\n", stdout=subprocess.PIPE,
+                                    env=clean_environment(), timeout=30, check=False)
+            self.assertEqual((result.returncode, result.stdout), (0, shown), words)
+        for wrong in ("2", "-1", "all"):
+            self.assertEqual(lockstep_run("--nproc-per-node", 2, "--stdin", wrong, "cat")[0], 2, wrong)
+
+    def test_breakpoint_of_torch_distributed_works(self):
+        text = ("import torch.distributed as dist\ndist.init_process_group('gloo')\nx = 41\n"
+                "dist.breakpoint(rank=0)\nprint('end')\ndist.destroy_process_group()\n")
+        with temporary_folder() as folder:
+            code, shown = self.run_in_terminal("--nproc-per-node", 2, script(folder, text), typed=b"up\np x + 1\nc\n")
+        self.assertEqual(code, 0, shown)
+        self.assertIn("[rank0]: (Pdb) ", shown)
+        self.assertIn("42\n", shown)
+        self.assertEqual(shown.count("end\n"), 2, shown)
 
 
 class FlagsOfTorchrun(unittest.TestCase):

@@ -84,6 +84,13 @@ class Output(unittest.TestCase):
             started.process.stdin = None
             self.assertEqual(started.end(), (0, f"read {ord('A')}\n", ""))
 
+    def test_rank_0_has_the_standard_input(self):
+        with Started("input", stdin=subprocess.PIPE) as started:
+            started.process.stdin.write("A")
+            started.process.stdin.close()
+            started.process.stdin = None
+            self.assertEqual(started.end(), (0, f"read {ord('A')}\n", ""))
+
     def test_wrong_number_of_processes(self):
         self.assertEqual(start("print", ranks=0), (2, "", "error: start of 0 processes\n  hint: at least 1\n"))
         self.assertEqual(start("print", ranks=-1)[0], 2)

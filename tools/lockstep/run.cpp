@@ -26,6 +26,7 @@
 #include "lockstep/launch/binding.h"
 #include "lockstep/launch/launcher.h"
 #include "lockstep/launch/omp_waiting.h"
+#include "lockstep/launch/output.h"
 #include "lockstep/launch/rank_environment.h"
 #include "lockstep/launch/variables.h"
 #include "run_options.h"
@@ -119,17 +120,6 @@ class LogFolders {
   std::string attempt_;
 };
 
-/// Of the terminal on standard input.
-bool is_foreground() {
-  return isatty(STDIN_FILENO) && tcgetpgrp(STDIN_FILENO) == getpgrp();
-}
-
-/// A rank that is alone is what the user talks to, by debuggers and progress bars too. In the
-/// background a terminal's input is not ours.
-bool passes_input(const launch::RankLayout& layout) {
-  return layout.world_size == 1 && (!isatty(STDIN_FILENO) || is_foreground());
-}
-
 /// What becomes of one stream, `own_fd` of ours, of one worker.
 struct StreamWishes {
   bool redirected, teed, shown, alone, copied;
@@ -184,7 +174,8 @@ launch::WorkerPlan worker_plan(const RunOptions& options, const launch::RankLayo
                          STDOUT_FILENO, logs.file(local_rank, "stdout.log"));
   plan.err = stream_plan({redirected.err, teed.err, shown, alone, !options.err_filters.empty()},
                          STDERR_FILENO, logs.file(local_rank, "stderr.log"));
-  plan.inherit_stdin = passes_input(layout);
+  plan.inherit_stdin = plan.rank == options.stdin_rank && launch::input_is_ours();
+  plan.out.prompts = plan.err.prompts = plan.inherit_stdin && isatty(STDIN_FILENO) != 0;
   if (options.virtual_local_rank) make_local_rank_virtual(plan);
   return plan;
 }

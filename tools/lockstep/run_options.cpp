@@ -72,6 +72,13 @@ int parse_nproc(const std::string& text) {
   throw UsageError("--nproc-per-node: '" + text + "' is neither a number nor auto, cpu or gpu");
 }
 
+int parse_stdin(const std::string& text) {
+  if (text == "none") return -1;
+  const auto rank = parse_int(text);
+  if (rank && *rank >= 0 && *rank <= 1'000'000) return static_cast<int>(*rank);
+  throw UsageError("--stdin: '" + text + "' is neither a rank nor none");
+}
+
 /// "2", or "1:4".
 void take_nodes(const std::string& text, RunOptions& options) {
   const auto parts = split(text, ':');
@@ -176,6 +183,10 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.flag("--no-prefix", options.no_prefix,
            "No [rankN]: before each line. One rank that writes to a terminal has none anyway, and "
            "reads the terminal");
+  cli.custom("--stdin", "RANK|none",
+             "The rank that has this command's standard input; the others read nothing. "
+             "breakpoint() of PyTorch's torch.distributed asks there",
+             "0", [&](const std::string& text) { options.stdin_rank = parse_stdin(text); });
   cli.option("--log-dir", options.log_dir,
              "Keep logs and error files in "
              "DIR/<run id>_<random>/attempt_N/<local rank>",
@@ -431,6 +442,11 @@ void resolve_output(const RawFlags& raw, RunOptions& options) {
     }
   }
   options.shown = parse_filter(raw.filter, options.nproc);
+  const int ranks = options.nodes * options.nproc;
+  if (options.stdin_rank >= ranks) {
+    throw UsageError("--stdin: there is no rank " + std::to_string(options.stdin_rank),
+                     "ranks go from 0 to " + std::to_string(ranks - 1));
+  }
 }
 
 /// Makes sense of the flags.

@@ -61,6 +61,7 @@ struct RunOptions {
   StreamMap tee;
   std::set<int> shown;  ///< --local-ranks-filter; empty: all.
   bool no_prefix = false;
+  int stdin_rank = 0;  ///< Which rank has our standard input; -1: none.
   /// Lines that contain one of these words are copied into a file; empty: none.
   std::vector<std::string> out_filters, err_filters;
   /// LOCAL_RANK is 0 in every worker, and its own GPU the only one that it sees.
