@@ -337,6 +337,20 @@ TEST_F(LauncherTest, SignalsAreForwardedAndWhatWasBeforeIsPutBack) {
   EXPECT_EQ(before.sa_handler, after.sa_handler);
 }
 
+TEST_F(LauncherTest, SignalsThatWereBlockedAreForwarded) {
+  sigset_t term, before, after;
+  sigemptyset(&term);
+  sigaddset(&term, SIGTERM);
+  pthread_sigmask(SIG_BLOCK, &term, &before);
+  std::thread killer([&] {
+    if (wait_for("ready")) kill(getpid(), SIGTERM);
+  });
+  failure(plan({"touch $OUT/ready; sleep 1000"}), 128 + SIGTERM);
+  killer.join();
+  pthread_sigmask(SIG_SETMASK, &before, &after);
+  EXPECT_EQ(sigismember(&after, SIGTERM), 1);
+}
+
 TEST_F(LauncherTest, WhatServeThrowsIsThrownOnceTheWorkersAreGone) {
   auto with_serve = plan({"echo $$ > $OUT/pid; sleep 1000"});
   with_serve.serve = [this]() -> std::shared_ptr<void> {

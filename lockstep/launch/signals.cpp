@@ -52,9 +52,11 @@ SignalCatcher::SignalCatcher(const std::vector<int>& signals) {
   };
   for (const int signal : signals) install(signal, handle);
   install(SIGPIPE, SIG_IGN);
+  unblocked_.emplace(signals);
 }
 
 SignalCatcher::~SignalCatcher() {
+  unblocked_.reset();
   for (auto it = before_.rbegin(); it != before_.rend(); ++it) {
     sigaction(it->first, &it->second, nullptr);
   }

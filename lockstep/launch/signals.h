@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "lockstep/base/file.h"
+#include "lockstep/base/unblocked_signals.h"
 
 namespace lockstep::launch {
 
@@ -19,10 +20,11 @@ inline bool is_message(int signal) {
 }
 
 /// While it lives, the given signals do not end this process but arrive here, and SIGPIPE is
-/// ignored. Those of `kStayIgnored` that were ignored stay so. What was before is put back at
-/// destruction. By handlers and a pipe and not by signalfd, because a signal to a program with
-/// threads goes to any thread that has not blocked it. One at a time in a process; the constructor
-/// throws Error when there is one already.
+/// ignored. Those of `kStayIgnored` that were ignored stay so. Those that are blocked on the
+/// calling thread come there all the same. What was before is put back at destruction. By handlers
+/// and a pipe and not by signalfd, because a signal to a program with threads goes to any thread
+/// that has not blocked it. One at a time in a process; the constructor throws Error when there is
+/// one already.
 class SignalCatcher {
  public:
   explicit SignalCatcher(const std::vector<int>& signals);
@@ -39,6 +41,7 @@ class SignalCatcher {
   UniqueFd read_;
   UniqueFd write_;
   std::vector<std::pair<int, struct sigaction>> before_;
+  std::optional<UnblockedSignals> unblocked_;  ///< Last: none comes without its handler.
 };
 
 }  // namespace lockstep::launch

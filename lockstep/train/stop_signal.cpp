@@ -60,9 +60,11 @@ StopSignal::StopSignal() {
     const auto before = before_[i].sa_handler;
     if (stops ? before != SIG_IGN : before == SIG_DFL) ::sigaction(kSignals[i], &action, nullptr);
   }
+  unblocked_.emplace(kSignals);
 }
 
 StopSignal::~StopSignal() {
+  unblocked_.reset();
   for (size_t i = 0; i < std::size(kSignals); ++i) ::sigaction(kSignals[i], &before_[i], nullptr);
 }
 

@@ -33,6 +33,20 @@ TEST(StopSignal, StartsAnewAndPutsHandlersBack) {
   EXPECT_EQ(StopSignal().received(), 0);
 }
 
+TEST(StopSignal, ASignalThatWasBlockedComes) {
+  sigset_t term, before, after;
+  sigemptyset(&term);
+  sigaddset(&term, SIGTERM);
+  ::pthread_sigmask(SIG_BLOCK, &term, &before);
+  {
+    const StopSignal signals;
+    ::raise(SIGTERM);
+    EXPECT_EQ(signals.received(), SIGTERM);
+  }
+  ::pthread_sigmask(SIG_SETMASK, &before, &after);
+  EXPECT_EQ(sigismember(&after, SIGTERM), 1);
+}
+
 TEST(StopSignal, OneWithinAnotherTellsOfTheSame) {
   const StopSignal outer;
   ::raise(SIGTERM);

@@ -301,6 +301,15 @@ class Signals(unittest.TestCase):
                         self.assertEqual((folder / f"got{rank}").read_text(), f"{name}\n")
                     launched.nothing_left()
 
+    def test_who_started_it_may_have_blocked_them(self):
+        block = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with temporary_folder() as folder:
+                with Launched("sh", "-c", "echo 1 > $OUT/begun; sleep 1000", env={"OUT": str(folder)}, preexec_fn=block) as launched:
+                    wait_for_files(folder / "begun")
+                    launched.send(number)
+                    self.assertEqual(launched.end()[0], 128 + number)
+
     def test_a_second_one_ends_workers_that_do_not_listen(self):
         with temporary_folder() as folder:
             with Launched("--nproc-per-node", 2, "sh", "-c", STUBBORN, env={"OUT": str(folder)}) as launched:

@@ -13,6 +13,7 @@
 #include "commands.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/settings.h"
+#include "lockstep/base/unblocked_signals.h"
 #include "lockstep/base/words.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/cli_help.h"
@@ -126,6 +127,7 @@ int dispatch(const std::vector<std::string>& given) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  const UnblockedSignals unblocked({SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2});
   // A write beyond `ulimit -f` is an error with a message, as in Python.
   std::signal(SIGXFSZ, SIG_IGN);
   const int code = run_guarded("lockstep", [&] {
