@@ -108,11 +108,18 @@ void JsonLines::write(const ordered_json& row) {
   const std::string split = row.value("split", "");
   if (only_metrics_ && (split == kRun || split == kRanks)) return;
   if (!fd_) Logger::begin();
-  const std::string line = row.dump() + "\n";
+  // Paths and names need not be UTF-8.
+  const std::string line = row.dump(-1, ' ', false, ordered_json::error_handler_t::replace) + "\n";
   write_all(fd_.get(), line.data(), line.size(), path_);
 }
 
 }  // namespace
+
+std::string detail::valid_utf8(const std::string& text) {
+  const ordered_json value(text);
+  return ordered_json::parse(value.dump(-1, ' ', false, ordered_json::error_handler_t::replace))
+      .get<std::string>();
+}
 
 bool detail::is_row_past(const ordered_json& row, int64_t step, int64_t epochs) {
   const std::string split = row.value("split", "");

@@ -67,6 +67,17 @@ TEST_F(MetricsRows, HaveTheValuesInOrder) {
             "{\"step\":50,\"split\":\"run\",\"failure\":\"rank 1 has ended\"}\n");
 }
 
+TEST_F(MetricsRows, NamesAndPathsThatAreNoUtf8EndNoRun) {
+  const Lines file = logger();
+  file->log_hyperparameters({{"data-dir", "caf\xe9"}});
+  file->log(50, {{"caf\xe9", 0.5}, {"loss", 1}}, "train");
+  file->close("no such folder: caf\xe9");
+  const auto rows = split(read_file(path_), '\n');
+  ASSERT_EQ(rows.size(), 4);
+  EXPECT_EQ(nlohmann::json::parse(rows[0])["hyperparameters"]["data-dir"], "caf\xef\xbf\xbd");
+  EXPECT_EQ(nlohmann::json::parse(rows[1])["loss"], 1);
+}
+
 TEST_F(MetricsRows, OfMetricsOnlyAreThoseOfTrainingAndEvaluation) {
   const Lines file = logger(/*only_metrics=*/true);
   file->log(0, {{"restarts", 0}}, "run");

@@ -25,6 +25,9 @@ class JsonRows : public Logger {
   int64_t step_ = 0;  ///< Of the last row.
 };
 
+/// The text with U+FFFD in the place of bytes that are no UTF-8: a reader would refuse all of it.
+std::string valid_utf8(const std::string& text);
+
 /// Whether a row is of a step or an epoch after those: a run that was killed may have written rows
 /// of steps that are now made again.
 bool is_row_past(const nlohmann::ordered_json& row, int64_t step, int64_t epochs);

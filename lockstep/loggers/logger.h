@@ -90,7 +90,8 @@ struct MlflowOptions {
 /// Metrics and parameters of a run on an MLflow server, over its REST interface, at most once in a
 /// second. MLFLOW_TRACKING_TOKEN, or _USERNAME and _PASSWORD, say who asks. `begin` throws Error
 /// where the server does not answer. Later a warning says so, and what was not sent is kept for the
-/// next time. Throws UsageError without a server's address.
+/// next time. NaN is left out. A name that the server refuses is told once, and its values are left
+/// out. Throws UsageError without a server's address.
 std::shared_ptr<Logger> mlflow_logger(MlflowOptions options = {});
 
 }  // namespace lockstep

@@ -8,11 +8,14 @@
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
+#include <span>
 #include <utility>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/words.h"
 #include "lockstep/loggers/logger.h"
 
 namespace lockstep {
@@ -44,6 +47,18 @@ size_t append_body(char* data, size_t size, size_t count, void* body) {
   return size * count;
 }
 
+/// The server has answered that it does not take what a request holds.
+class Refused : public Error {
+ public:
+  using Error::Error;
+};
+
+/// JSON has no infinity. MLflow takes the words of protobuf's JSON.
+json value_of(double value) {
+  if (std::isinf(value)) return value > 0 ? "Infinity" : "-Infinity";
+  return value;
+}
+
 /// MLflow's REST interface: one connection, which stays open.
 class MlflowApi {
  public:
@@ -66,14 +81,15 @@ class MlflowApi {
     set(CURLOPT_WRITEFUNCTION, &append_body);
   }
 
-  /// The answer to a POST. Throws Error naming the server, with what it says.
+  /// The answer to a POST. Throws Error naming the server, with what it says; Refused where another
+  /// request may do.
   json post(const std::string& path, const json& body) {
-    const std::string text = body.dump(-1, ' ', false, json::error_handler_t::replace);
+    const std::string sent = body.dump(-1, ' ', false, json::error_handler_t::replace);
     const std::string target = url_ + "/api/2.0/mlflow/" + path;
     std::string answer;
     set(CURLOPT_URL, target.c_str());
-    set(CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(text.size()));
-    set(CURLOPT_POSTFIELDS, text.c_str());
+    set(CURLOPT_POSTFIELDSIZE_LARGE, static_cast<curl_off_t>(sent.size()));
+    set(CURLOPT_POSTFIELDS, sent.c_str());
     set(CURLOPT_WRITEDATA, &answer);
     const CURLcode code = ::curl_easy_perform(handle_.get());
     long status = 0;
@@ -84,8 +100,10 @@ class MlflowApi {
                                 : reply.is_object()
                                     ? reply.value("message", answer)
                                     : "status " + std::to_string(status) + ", and no JSON";
-    throw Error("the MLflow server at " + url_ + " did not take " + path + ": " + problem,
-                "MLFLOW_TRACKING_URI names the server, as `mlflow server` prints it");
+    const std::string text =
+        "the MLflow server at " + url_ + " did not take " + path + ": " + problem;
+    if (code == CURLE_OK && (status == 400 || status == 413)) throw Refused(text);
+    throw Error(text, "MLFLOW_TRACKING_URI names the server, as `mlflow server` prints it");
   }
 
  private:
@@ -119,9 +137,13 @@ class Mlflow : public Logger {
   void log(int64_t step, const MetricValues& values, const std::string& split) override {
     if (!api_) Logger::begin();
     for (const auto& [name, value] : values) {
-      if (std::isnan(value) || metrics_.size() >= kMostKept) continue;
+      if (std::isnan(value)) continue;
+      if (metrics_.size() >= kMostKept) {
+        ++lost_;
+        continue;
+      }
       metrics_.push_back({{"key", split.empty() ? name : split + "/" + name},
-                          {"value", value},
+                          {"value", value_of(value)},
                           {"timestamp", unix_ms()},
                           {"step", step}});
     }
@@ -130,24 +152,23 @@ class Mlflow : public Logger {
 
   void log_hyperparameters(const std::map<std::string, std::string>& values) override {
     if (!api_) Logger::begin();
-    json params = json::array();
-    for (const auto& [name, value] : values) {
+    std::vector<json> params;
+    for (const auto& [name, value] : values)
       params.push_back({{"key", name}, {"value", value.substr(0, kMostText)}});
-      if (params.size() == kMostParams)
-        send("runs/log-batch", {{"params", std::exchange(params, json::array())}});
+    for (std::span<const json> left = params; !left.empty();) {
+      const size_t count = std::min(left.size(), kMostParams);
+      send_items("params", left.first(count));
+      left = left.subspan(count);
     }
-    if (!params.empty()) send("runs/log-batch", {{"params", params}});
   }
 
   /// A server that is away for a while does not end a run.
   void flush() override {
     while (!metrics_.empty()) {
       const size_t count = std::min(metrics_.size(), kMostOfRequest);
-      const auto end = metrics_.begin() + static_cast<std::ptrdiff_t>(count);
       sent_ = Clock::now();
-      if (!send("runs/log-batch", {{"metrics", json(std::vector<json>(metrics_.begin(), end))}}))
-        return;
-      metrics_.erase(metrics_.begin(), end);
+      if (!send_items("metrics", std::span(metrics_).first(count))) return;
+      metrics_.erase(metrics_.begin(), metrics_.begin() + static_cast<std::ptrdiff_t>(count));
     }
   }
 
@@ -155,6 +176,9 @@ class Mlflow : public Logger {
     if (!api_ || std::exchange(ended_, true)) return;
     try {
       flush();
+      if (const size_t lost = lost_ + metrics_.size(); lost > 0)
+        log_warning(counted(static_cast<int64_t>(lost), "value") +
+                    " did not reach the MLflow server at " + options_.tracking_uri);
       if (!failure.empty()) send("runs/set-tag", {{"key", "failure"}, {"value", failure}});
       send("runs/update",
            {{"status", failure.empty() ? "FINISHED" : "FAILED"}, {"end_time", unix_ms()}});
@@ -176,23 +200,58 @@ class Mlflow : public Logger {
     return api.post("runs/create", request).at("run").at("info").at("run_id");
   }
 
-  /// False, with a warning, where the server does not take it.
-  bool send(const std::string& path, json body) {
-    body["run_id"] = run_;
+  /// Metrics or params in one request. Those that the server refuses are found by halves, named and
+  /// left out from then on. False, with a warning, where it does not answer.
+  bool send_items(const std::string& kind, std::span<const json> items) {
+    json list = json::array();
+    for (const json& item : items)
+      if (!refused_.contains({kind, item.at("key")})) list.push_back(item);
+    if (list.empty()) return true;
     try {
-      api_->post(path, body);
-      warned_ = false;
+      post("runs/log-batch", {{kind, std::move(list)}});
+      return true;
+    } catch (const Refused& error) {
+      if (items.size() > 1) {
+        const size_t half = items.size() / 2;
+        return send_items(kind, items.first(half)) && send_items(kind, items.subspan(half));
+      }
+      const auto name = items[0].at("key").get<std::string>();
+      refused_.emplace(kind, name);
+      log_warning("'" + name + "' of " + kind + " is left out: " + error.what());
       return true;
     } catch (const Error& error) {
-      if (!std::exchange(warned_, true)) log_warning(error.what());
-      return false;
+      return warn(error);
     }
+  }
+
+  /// False, with a warning, where the server does not take it.
+  bool send(const std::string& path, json body) {
+    try {
+      post(path, std::move(body));
+      return true;
+    } catch (const Error& error) {
+      return warn(error);
+    }
+  }
+
+  void post(const std::string& path, json body) {
+    body["run_id"] = run_;
+    api_->post(path, body);
+    warned_ = false;
+  }
+
+  /// Once, until the server takes something again. Gives false.
+  bool warn(const Error& error) {
+    if (!std::exchange(warned_, true)) log_warning(error.what());
+    return false;
   }
 
   MlflowOptions options_;
   std::optional<MlflowApi> api_;
   std::string run_;
-  std::vector<json> metrics_;  ///< Which are still to be sent.
+  std::vector<json> metrics_;                              ///< Which are still to be sent.
+  std::set<std::pair<std::string, std::string>> refused_;  ///< Kinds and names.
+  size_t lost_ = 0;                                        ///< Values over kMostKept.
   Clock::time_point sent_{};
   bool warned_ = false;
   bool ended_ = false;

@@ -12,7 +12,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
-#include "lockstep/loggers/logger.h"
+#include "lockstep/loggers/json_rows.h"
 
 namespace lockstep {
 namespace {
@@ -53,7 +53,8 @@ class Prometheus : public Logger {
 
   void log(int64_t step, const MetricValues& values, const std::string& split) override {
     const prometheus::Labels labels =
-        split.empty() ? prometheus::Labels() : prometheus::Labels{{"split", split}};
+        split.empty() ? prometheus::Labels()
+                      : prometheus::Labels{{"split", detail::valid_utf8(split)}};
     set("step", labels, static_cast<double>(step));
     for (const auto& [name, value] : values) set(name, labels, value);
   }

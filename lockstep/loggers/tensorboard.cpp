@@ -13,7 +13,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
-#include "lockstep/loggers/logger.h"
+#include "lockstep/loggers/json_rows.h"
 
 namespace lockstep {
 namespace {
@@ -105,7 +105,7 @@ Message text_value(const std::string& tag, const std::string& text) {
   value.message(8, Message()
                        .number(1, kString)
                        .message(2, Message().message(2, Message().number(1, 1)))
-                       .text(8, text));
+                       .text(8, detail::valid_utf8(text)));
   return value.message(9, Message().message(1, Message().text(1, "text")));
 }
 
@@ -125,7 +125,7 @@ class TensorBoard : public Logger {
     Message summary;
     for (const auto& [name, value] : values) {
       if (std::isnan(value)) continue;
-      const std::string tag = split.empty() ? name : split + "/" + name;
+      const std::string tag = detail::valid_utf8(split.empty() ? name : split + "/" + name);
       summary.message(1, Message().text(1, tag).real32(2, static_cast<float>(value)));
     }
     write_summary(step, summary);
@@ -139,7 +139,7 @@ class TensorBoard : public Logger {
 
   void log_histogram(int64_t step, const std::string& name, const at::Tensor& values) override {
     Message value;
-    value.text(1, name).message(5, histogram_of(values));
+    value.text(1, detail::valid_utf8(name)).message(5, histogram_of(values));
     write_summary(step, Message().message(1, value));
   }
 

@@ -105,7 +105,9 @@ class Dashboard : public detail::JsonRows {
         data = ":\n\n";  // A comment, which finds out whether the page is still there.
       } else {
         seen = version_;
-        data = "data: " + nlohmann::json::array({run_.json()}).dump() + "\n\n";
+        const auto runs = nlohmann::json::array({run_.json()});
+        using Errors = nlohmann::json::error_handler_t;  // Paths and names need not be UTF-8.
+        data = "data: " + runs.dump(-1, ' ', false, Errors::replace) + "\n\n";
       }
     }
     if (!sink.write(data.data(), data.size())) return false;
