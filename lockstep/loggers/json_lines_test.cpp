@@ -78,6 +78,14 @@ TEST_F(MetricsRows, NamesAndPathsThatAreNoUtf8EndNoRun) {
   EXPECT_EQ(nlohmann::json::parse(rows[1])["loss"], 1);
 }
 
+/// protobuf's readers refuse a whole event whose tag is no UTF-8, and TensorBoard all after it.
+TEST_F(MetricsRows, OfTensorBoardHaveTagsOfUtf8) {
+  const Lines events = tensorboard_logger(folder_.path());
+  events->log(1, {{"caf\xe9", 0.5}}, "train");
+  for (const auto& file : std::filesystem::directory_iterator(folder_.path()))
+    EXPECT_THAT(read_file(file.path()), HasSubstr("train/caf\xef\xbf\xbd"));
+}
+
 TEST_F(MetricsRows, OfMetricsOnlyAreThoseOfTrainingAndEvaluation) {
   const Lines file = logger(/*only_metrics=*/true);
   file->log(0, {{"restarts", 0}}, "run");

@@ -232,6 +232,9 @@ class MlflowServer(http.server.BaseHTTPRequestHandler):
         if self.server.fails:
             self.server.fails -= 1
             status = 503
+        elif any(value is None or not re.fullmatch(r"[\w\-./ :]+", one["key"]) for one in body.get("metrics", [])
+                 for value in [one["value"]]):
+            status = 400  # of all in the request, as MLflow does
         else:
             self.server.sent.append((path, body))
         text = json.dumps(answers.get(path, {})).encode()
@@ -301,6 +304,17 @@ class Mlflow(unittest.TestCase):
             self.assertIn(("runs/update", "FAILED"), [(path, body.get("status")) for path, body in server.sent])
             self.assertEqual(process.returncode, 130)
 
+    DIVERGES = ("--lr", 1e12, "--on-nan", "proceed")
+
+    def test_a_run_that_diverges_loses_nothing_else(self):
+        with t.temporary_folder() as folder, mlflow_server() as (server, url):
+            result = self.train(url, folder, *self.DIVERGES)
+            self.assertNotIn("did not take", result.stderr)
+            metrics = [one for _, body in server.sent for one in body.get("metrics", [])]
+            steps = [row["step"] for row in rows_of(folder, "train")]
+            self.assertEqual([one["step"] for one in metrics if one["key"] == "train/lr"], steps)
+            self.assertEqual(server.sent[-1][1]["status"], "FINISHED")
+
     def test_a_server_that_is_not_there_is_named(self):
         with t.temporary_folder() as folder:
             for url, word in (("", "MLFLOW_TRACKING_URI"), ("http://127.0.0.1:1", "http://127.0.0.1:1")):
@@ -325,13 +339,15 @@ class Mlflow(unittest.TestCase):
                     with contextlib.suppress(OSError):
                         return fetched(url + "/health")
                 t.wait_until(answers, 180, "the server")
+                self.train(url, folder, *self.DIVERGES)
                 self.train(url, folder)
                 self.train(url, folder)  # the experiment is there now
                 post = lambda path, body: json.loads(urllib.request.urlopen(urllib.request.Request(
                     f"{url}/api/2.0/mlflow/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}), timeout=60).read())
                 (experiment,) = post("experiments/search", {"filter": "name = 'digits'", "max_results": 5})["experiments"]
                 runs = post("runs/search", {"experiment_ids": [experiment["experiment_id"]]})["runs"]
-                self.assertEqual([run["info"]["status"] for run in runs], ["FINISHED"] * 2)
+                self.assertEqual([run["info"]["status"] for run in runs], ["FINISHED"] * 3)
+                self.assertIn("train/lr", [one["key"] for one in runs[2]["data"]["metrics"]])
                 (wanted,) = (row["hyperparameters"] for row in rows_of(folder, "run") if "hyperparameters" in row)
                 self.assertEqual({one["key"]: one["value"] for one in runs[0]["data"]["params"]}, wanted)
                 metrics = {}
