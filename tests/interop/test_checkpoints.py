@@ -188,6 +188,9 @@ class Checkpoints(unittest.TestCase):
         (dcp / "__1_0.distcp").write_bytes(content)
         got = json.loads(self.checkpoint("verify", dcp, "--json", code=1))
         self.assertEqual([row["tensor"] for row in got["damaged"]], ["model.square"])
+        line, *hint = self.checkpoint("verify", dcp, code=1).splitlines()
+        self.assertIn("model.square", line)
+        self.assertEqual((line.count(str(dcp)), [line[:8] for line in hint]), (1, ["  hint: "]))
 
     def test_verify_names_the_damaged_checkpoint_of_a_run(self):
         run = self.scratch / "run"
@@ -201,6 +204,8 @@ class Checkpoints(unittest.TestCase):
         file.write_bytes(content)
         got = json.loads(self.checkpoint("verify", run, "--json", code=1))
         self.assertEqual((got["checked"], [row["path"] for row in got["damaged"]]), (len(steps), [str(steps[0])]))
+        first, *hint = self.checkpoint("verify", run, code=1).splitlines()
+        self.assertEqual((first.count(str(steps[0])), [line[:8] for line in hint]), (1, ["  hint: "]))
         self.assertIn("optimizer.", self.checkpoint("inspect", run))
         shown = json.loads(self.checkpoint("inspect", run, "--json"))
         self.assertEqual((shown["format"], shown["values"]["step"]), ("lockstep", int(steps[1].name[5:])))

@@ -147,7 +147,7 @@ int verify(const Words& args) {
           "something is damaged.");
   cli.example("lockstep checkpoint verify runs/a", "All checkpoints of a run");
   cli.positional("SOURCE", path, kSources);
-  cli.flag("--json", json, "Print one JSON object instead of the table");
+  cli.flag("--json", json, "Print one JSON object instead of text");
   if (!cli.parse(args)) return 0;
   std::vector<fs::path> checked = CheckpointFolder(path).list();
   if (checked.empty()) checked.push_back(path);
@@ -156,8 +156,16 @@ int verify(const Words& args) {
     for (const auto& [name, what] : damage_of(each))
       rows.push_back({{"path", each.string()}, {"tensor", name}, {"damage", what}});
   }
-  print_rows({{"path", path}, {"checked", checked.size()}}, "damaged", rows, json);
-  if (!json && rows.empty()) print("nothing is damaged in " + path + "\n");
+  if (json) {
+    print_rows({{"path", path}, {"checked", checked.size()}}, "damaged", rows, json);
+  } else if (rows.empty()) {
+    print("nothing is damaged in " + path + "\n");
+  } else {  // No table: each is a sentence that names its file, with a hint in a line of its own.
+    for (const Json& row : rows) {
+      const auto tensor = row["tensor"].get<std::string>();
+      print((tensor.empty() ? "" : tensor + ": ") + row["damage"].get<std::string>() + "\n");
+    }
+  }
   return rows.empty() ? kExitSuccess : kExitFailure;
 }
 
