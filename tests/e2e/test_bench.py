@@ -98,6 +98,7 @@ class Bench(unittest.TestCase):
 
     def test_memory_is_what_was_predicted(self):
         measured = {(r["strategy"], r["ranks"]): r for r in measured_memory() if r["rank"] == 0}
+        self.assertRegex(t.run(t.LOCKSTEP, "estimate-memory", *MEMORY).stdout, r"ddp +2 +\d+ +\d[\d.]* [KMG]?B")
         predicted = json.loads(t.run(t.LOCKSTEP, "estimate-memory", *MEMORY, "--json").stdout)["results"]
         self.assertEqual([(r["strategy"], r["ranks"]) for r in predicted],
                          [(s, n) for s in ("ddp", "zero1", "zero2", "fsdp") for n in (1, 2)])

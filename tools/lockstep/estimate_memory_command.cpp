@@ -54,6 +54,20 @@ BenchRow row_of(const std::string& strategy, const MemoryQuestion& question) {
           {"working_bytes", answer.working}};
 }
 
+/// As a table shows it: "state" of "42.9 MB" for "state_bytes".
+BenchRow readable(const BenchRow& row) {
+  constexpr std::string_view kBytes = "_bytes";
+  BenchRow shown;
+  for (const auto& [key, value] : row.items()) {
+    if (key.ends_with(kBytes)) {
+      shown[key.substr(0, key.size() - kBytes.size())] = human_bytes(value.get<uint64_t>());
+    } else {
+      shown[key] = value;
+    }
+  }
+  return shown;
+}
+
 }  // namespace
 
 int estimate_memory_command(const std::vector<std::string>& args) {
@@ -84,7 +98,8 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   for (const auto& strategy : strategies) {
     for (const int64_t ranks : devices) {
       question.ranks = static_cast<int>(ranks);
-      rows.push_back(row_of(strategy, question));
+      const BenchRow row = row_of(strategy, question);
+      rows.push_back(json ? row : readable(row));
     }
   }
   print(json ? nlohmann::ordered_json{{"model", model}, {"optimizer", optimizer}, {"results", rows}}
