@@ -14,6 +14,10 @@
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/store.h"
 
+namespace torch::nn {
+class Module;
+}
+
 namespace lockstep {
 
 struct InitOptions {
@@ -107,6 +111,12 @@ class World {
   /// order. Python's ranks cannot join.
   ProcessGroup new_group(const std::vector<int>& ranks, const std::string& backend = {},
                          bool use_local_synchronization = false) const;
+  /// Throws MismatchError on every rank unless all have the same parameters and buffers. It names
+  /// the first that differs, and the ranks: `failure().detail` and `.ranks`. Differences no greater
+  /// than rounding are a warning. DistributedDataParallel and GradientAverager compare parameters
+  /// by themselves: it is for loops without them, and before a save. The statistics of batch norm
+  /// differ while each rank has its own. Every rank of the job calls.
+  void check_equal(const torch::nn::Module& module) const;
   /// Closes the groups, the youngest first, then the store. The rank that holds the store waits up
   /// to 5 s for the others' last use of it. Nobody else waits. When an exception unwinds, nobody
   /// waits for others. What is in flight is finished first, or given up when unwinding. A store

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/nn/modules/batchnorm.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -116,6 +117,26 @@ TEST(World, TellsWhereItsStoreIs) {
     Store(world.store()).set(key, "here");
     EXPECT_EQ(store_of_job(world.store_address(), milliseconds(20'000)).get(key), "here");
     world.group().barrier();
+  });
+}
+
+TEST(World, ComparesTheRanksParametersAndBuffers) {
+  run_worlds_by_tcp(3, [](World& world) {
+    torch::nn::BatchNorm1d module(3);
+    const auto differs = [&]() -> std::string {
+      try {
+        world.check_equal(*module);
+      } catch (const MismatchError& error) {
+        EXPECT_EQ(error.ranks(), std::vector<int>{1});
+        return error.failure().detail;
+      }
+      return "nothing";
+    };
+    EXPECT_EQ(differs(), "nothing");
+    if (world.rank() == 1) module->running_mean.fill_(world.rank());
+    EXPECT_EQ(differs(), "running_mean");
+    if (world.rank() == 1) module->weight.data().add_(1);
+    EXPECT_EQ(differs(), "weight");
   });
 }
 

@@ -10,6 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/gradient_tracker.h"
 #include "lockstep/parallel/module_state.h"
@@ -56,15 +57,17 @@ struct Kind {
 /// What DistributedDataParallel and GradientAverager do.
 class Ddp final : public DdpCore, GradientTracker {
  public:
-  /// `module` lives on. Without one no forward tells of itself.
-  Ddp(ProcessGroup group, std::string what, const torch::nn::Module* module, ModuleState state,
-      const DdpOptions& options, const ReducerFactory& make_reducer)
+  /// `module` lives on. Forwards tell of themselves where it is `wrapped`.
+  Ddp(ProcessGroup group, std::string what, const torch::nn::Module* module, bool wrapped,
+      ModuleState state, const DdpOptions& options, const ReducerFactory& make_reducer)
       : DdpCore(std::move(group)),
         what_(std::move(what)),
-        module_(module),
+        counted_(module),
+        module_(wrapped ? module : nullptr),
         all_parameters_(module ? module->parameters().size() : 0),
         fixed_(make_reducer != nullptr),
         options_(options),
+        checks_drift_(options.check_drift && !has_own_hook(options)),
         state_(std::move(state)) {
     if (!group_)
       throw UsageError(what_ + ": the process group is null",
@@ -85,6 +88,10 @@ class Ddp final : public DdpCore, GradientTracker {
       follow_module();
       forwarded_ = true;
       reducer_->before_forward(synchronizing_);
+      if (synchronizing_) {
+        check_drift();
+        ++averaging_forwards_;
+      }
     }
     broadcast_buffers(false);
     if (joins()) agree_to_reduce(synchronizing_);
@@ -125,6 +132,7 @@ class Ddp final : public DdpCore, GradientTracker {
   }
 
   std::unique_ptr<JoinHook> join_hook(const JoinOptions& options) override {
+    checks_drift_ = false;  // From then on ranks have made different numbers of steps.
     if (has_own_hook(options_))
       throw UsageError("Join: a DistributedDataParallel with a hook of the user's own",
                        "join one without a hook, or with a CommHook");
@@ -192,6 +200,18 @@ class Ddp final : public DdpCore, GradientTracker {
     set_rules(reducer_->rules());
   }
 
+  /// Between steps. All ranks have averaged as often, but one may have left out a backward.
+  void check_drift() {
+    if (!checks_drift_ || !is_compared_after(rounds_) ||
+        std::exchange(compared_, rounds_) == rounds_)
+      return;
+    Compared mine{.what = what_, .steps = rounds_};
+    mine.settings = {{"number of forwards", static_cast<double>(averaging_forwards_)}};
+    for (const NamedTensor& item : state_.parameters)
+      mine.tensors.emplace_back(item.name, item.tensor.detach());
+    check_equal(mine, group_);
+  }
+
   void watch_all() {
     std::vector<at::Tensor> others;
     for (const NamedTensor& item : state_.parameters) {
@@ -202,16 +222,16 @@ class Ddp final : public DdpCore, GradientTracker {
     watch(others);
   }
 
-  /// At the first forward and every 100th, as it takes a walk through the module.
+  /// At the first step and every 100th, as it takes a walk through the module.
   void expect_all_parameters() {
-    if (!module_ || forwards_++ % 100 != 0) return;
-    const size_t now = module_->parameters().size();
+    if (!counted_ || forwards_++ % 100 != 0) return;
+    const size_t now = counted_->parameters().size();
     if (now == all_parameters_) return;
     throw UsageError(place() + ": the module has " +
                          counted(static_cast<int64_t>(now), "parameter") + ", and had " +
                          std::to_string(all_parameters_) +
-                         " when it was wrapped: new ones would not be averaged",
-                     "wrap the module after its last layer was added");
+                         " when this was made: new ones would not be averaged",
+                     "make this after the module's last layer was added");
   }
 
   /// Before a forward. Values that were put into the module (torch::load, set_data) may come with
@@ -277,12 +297,19 @@ class Ddp final : public DdpCore, GradientTracker {
 
   bool begin_round() override {
     if (!synchronizing_ || (module_ && awaited_ == 0)) return false;
-    const NamedTensor* const changed = module_ ? nullptr : find_changed();
-    if (changed) refuse(*changed);
+    if (!module_) follow_averaged();
+    ++rounds_;
     reducer_->begin();
     graph_is_kept_ = false;
     if (!module_) group_.note_steps(++iterations_);
     return true;
+  }
+
+  /// Without a wrapper a step begins with its first gradient.
+  void follow_averaged() {
+    expect_all_parameters();
+    if (const NamedTensor* const changed = find_changed()) refuse(*changed);
+    check_drift();
   }
 
   void take(size_t index) override {
@@ -368,17 +395,22 @@ class Ddp final : public DdpCore, GradientTracker {
     return wishes.item<int64_t>() > 0;
   }
 
-  const std::string what_;                 ///< For messages.
-  const torch::nn::Module* const module_;  ///< Whose forwards tell of themselves, or null.
-  const size_t all_parameters_;            ///< Of the module, when it was wrapped.
-  std::vector<at::Tensor> buffers_;        ///< Those that are broadcast before a forward.
+  const std::string what_;                  ///< For messages.
+  const torch::nn::Module* const counted_;  ///< Which is to keep its parameters, or null.
+  const torch::nn::Module* const module_;   ///< Whose forwards tell of themselves, or null.
+  const size_t all_parameters_;             ///< Of the module, when it was wrapped.
+  std::vector<at::Tensor> buffers_;         ///< Those that are broadcast before a forward.
   int64_t iterations_ = 0;
   int64_t steps_ = 0;  ///< That average gradients.
   const bool fixed_;   ///< The reducer is the caller's own.
   const DdpOptions options_;
-  bool forwarded_ = false;      ///< One has.
-  int64_t awaited_ = 0;         ///< Forwards whose backward is to average, and has not.
-  bool graph_is_kept_ = false;  ///< By this round's backward, which uses no forward up then.
+  bool checks_drift_;
+  int64_t rounds_ = 0;              ///< That were averaged.
+  int64_t compared_ = 0;            ///< After which of them ranks compared their parameters last.
+  int64_t averaging_forwards_ = 0;  ///< That were to be averaged.
+  bool forwarded_ = false;          ///< One has.
+  int64_t awaited_ = 0;             ///< Forwards whose backward is to average, and has not.
+  bool graph_is_kept_ = false;      ///< By this round's backward, which uses no forward up then.
   bool sync_buffers_ = true;
   bool all_frozen_ = false;      ///< At the last forward, as a GAN's discriminator is at times.
   bool divides_by_size_ = true;  ///< Also while some ranks have no inputs left.
@@ -398,14 +430,16 @@ std::unique_ptr<DdpCore> make_ddp_core(torch::nn::Module& module, const ProcessG
                                        const DdpOptions& options,
                                        const ReducerFactory& make_reducer,
                                        const std::string& what) {
-  return std::make_unique<Ddp>(group, what, &module,
+  return std::make_unique<Ddp>(group, what, &module, /*wrapped=*/true,
                                find_module_state(module, options.ignored, what), options,
                                make_reducer);
 }
 
 std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const ProcessGroup& group,
-                                            const DdpOptions& options, const std::string& what) {
-  return std::make_unique<Ddp>(group, what, nullptr, state, options, ReducerFactory());
+                                            const DdpOptions& options, const std::string& what,
+                                            const torch::nn::Module* module) {
+  return std::make_unique<Ddp>(group, what, module, /*wrapped=*/false, state, options,
+                               ReducerFactory());
 }
 
 }  // namespace lockstep::detail

@@ -74,6 +74,9 @@ struct DdpOptions {
   AsyncGradientHook async_custom_hook = {};  ///< Wins over both.
   /// Full names of parameters and buffers that are left alone: neither broadcast nor reduced.
   std::vector<std::string> ignored = {};
+  /// Compare the ranks' parameters after the 2nd, 10th, 100th, ... step: see below. Never with a
+  /// hook of the user's own, and no longer after a Join.
+  bool check_drift = true;
 };
 
 /// What a DistributedDataParallel has done so far.
@@ -125,9 +128,11 @@ std::unique_ptr<DdpCore> make_ddp_core(torch::nn::Module& module, const ProcessG
                                        const DdpOptions& options,
                                        const ReducerFactory& make_reducer = {},
                                        const std::string& what = "DistributedDataParallel");
-/// Without a wrapper: no forward tells of itself, and each backward averages.
+/// Without a wrapper: no forward tells of itself, and each backward averages. `module` must keep
+/// its number of parameters; null where it is not known.
 std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const ProcessGroup& group,
-                                            const DdpOptions& options, const std::string& what);
+                                            const DdpOptions& options, const std::string& what,
+                                            const torch::nn::Module* module);
 
 }  // namespace detail
 
@@ -154,6 +159,11 @@ std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const Proc
 /// ranks alike (MismatchError else). Then the buckets are made anew, which is a collective; with a
 /// hook of the user's own it is a UsageError that names a parameter. So is another dtype or shape.
 /// Adding or removing parameters is a UsageError, noticed at the first forward and every 100th.
+///
+/// After the 2nd, 10th, 100th, ... step, in the next forward, the ranks compare hashes of their
+/// parameters. A difference is a MismatchError on every rank, which names the first parameter that
+/// differs and the ranks: weights that one rank has loaded, another learning rate, a step that a
+/// rank left out. For another moment there is World::check_equal.
 ///
 /// A backward before the first forward of the wrapper is a UsageError: the module's own forward was
 /// left in its place. Later such passes are legal, as a GAN makes of its discriminator. Their

@@ -20,6 +20,7 @@ DdpOptions ddp_options(const GradientAveragerOptions& options) {
   if (!options.gradient_as_bucket_view) ddp.gradient_as_bucket_view = false;
   ddp.reducer = options.reducer;
   ddp.comm_hook = options.comm_hook;
+  ddp.check_drift = options.check_drift;
   return ddp;
 }
 
@@ -42,14 +43,14 @@ ModuleState state_of(const std::vector<at::Tensor>& parameters) {
 GradientAverager::GradientAverager(torch::nn::Module& module, const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
     : core_(detail::make_averager_core(detail::whole_module_state(module), group,
-                                       ddp_options(options), "GradientAverager")),
+                                       ddp_options(options), "GradientAverager", &module)),
       has_module_(true) {}
 
 GradientAverager::GradientAverager(const std::vector<at::Tensor>& parameters,
                                    const ProcessGroup& group,
                                    const GradientAveragerOptions& options)
     : core_(detail::make_averager_core(state_of(parameters), group, ddp_options(options),
-                                       "GradientAverager")),
+                                       "GradientAverager", nullptr)),
       has_module_(false) {}
 
 void GradientAverager::sync_buffers() {

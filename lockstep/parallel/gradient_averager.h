@@ -21,6 +21,9 @@ struct GradientAveragerOptions {
   bool init_sync = true;
   Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
   CommHook comm_hook = CommHook::none;   ///< As DdpOptions::comm_hook.
+  /// Compare the ranks' parameters after the 2nd, 10th, 100th, ... step, as
+  /// DdpOptions::check_drift.
+  bool check_drift = true;
 };
 
 /// Data parallelism without a wrapper: the model stays what it is. What DistributedDataParallel
@@ -45,8 +48,9 @@ struct GradientAveragerOptions {
 ///
 /// Values may be put into the parameters afterwards (torch::load, set_data). Of `Reducer::c10d`,
 /// hooks and sparse gradients that may be a UsageError that names a parameter. To freeze or
-/// unfreeze layers, or to convert them, is always one, in the next backward: make the averager
-/// anew.
+/// unfreeze layers, or to convert or add some, is always one, in the next backward: make the
+/// averager anew. Added ones are noticed where this was made of a module, as with
+/// DistributedDataParallel. The next backward also compares the ranks' parameters, as its forward.
 ///
 /// The constructors check that all ranks have the same parameters (MismatchError on every rank,
 /// naming the first that differs), and broadcast those of rank 0. They are collectives. Random

@@ -18,6 +18,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/words.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/ddp.h"
@@ -85,10 +86,12 @@ std::string processor_model() {
 
 class LogicalShards::Impl {
  public:
-  Impl(torch::nn::Module& module, ProcessGroup group, int64_t count, uint64_t seed)
+  Impl(torch::nn::Module& module, ProcessGroup group, int64_t count, uint64_t seed,
+       bool check_drift)
       : group_(std::move(group)),
         count_(count),
         seed_(seed),
+        checks_drift_(check_drift),
         own_(shards_of_rank(count, group_.rank(), group_.size())),
         state_(detail::whole_module_state(module)),
         device_(state_.parameters.empty() ? c10::Device(c10::kCPU)
@@ -96,8 +99,9 @@ class LogicalShards::Impl {
         tree_([this](FlatViews& left, FlatViews& right) { join(left, right); }) {
     start_alike();
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
-      core_ = detail::make_ddp_core(module, group_,
-                                    {.broadcast_buffers = false, .init_sync = false}, {}, kWhat);
+      core_ = detail::make_ddp_core(
+          module, group_, {.broadcast_buffers = false, .init_sync = false, .check_drift = false},
+          {}, kWhat);
     find_pieces();
   }
 
@@ -195,6 +199,7 @@ class LogicalShards::Impl {
     const c10::AutoGradMode no_grad(false);
     if (shard == own_.begin) {
       begin_step();
+      check_drift(step);
     } else if (shard != shard_ + 1 || shard >= own_.end) {
       refuse(shard, shard_ + 1 < own_.end ? shard_ + 1 : own_.begin);
     } else {
@@ -203,6 +208,18 @@ class LogicalShards::Impl {
     }
     shard_ = shard;
     seed_generators(device_, KeyedRandom(seed_, step, shard).next());
+  }
+
+  /// Ranks have the same bits between steps.
+  void check_drift(int64_t step) {
+    if (!checks_drift_ || !detail::is_compared_after(step) ||
+        std::exchange(compared_, step) == step)
+      return;
+    detail::Compared mine{.what = kWhat, .steps = step};
+    for (const auto* items : {&state_.parameters, &state_.buffers}) {
+      for (const auto& item : *items) mine.tensors.emplace_back(item.name, item.tensor.detach());
+    }
+    detail::check_equal(mine, group_);
   }
 
   void begin_step() {
@@ -329,6 +346,8 @@ class LogicalShards::Impl {
   const ProcessGroup group_;
   const int64_t count_;
   const uint64_t seed_;
+  const bool checks_drift_;
+  int64_t compared_ = 0;  ///< After which step ranks compared their state last.
   const ShardRange own_;
   const detail::ModuleState state_;
   const c10::Device device_;
@@ -343,9 +362,9 @@ class LogicalShards::Impl {
 };
 
 LogicalShards::LogicalShards(torch::nn::Module& module, const ProcessGroup& group, int64_t count,
-                             uint64_t seed) {
+                             uint64_t seed, bool check_drift) {
   if (!group) throw UsageError(std::string(kWhat) + ": the process group is null");
-  impl_ = std::make_unique<Impl>(module, group, count, seed);
+  impl_ = std::make_unique<Impl>(module, group, count, seed, check_drift);
 }
 LogicalShards::~LogicalShards() = default;
 
@@ -369,8 +388,8 @@ class ShardedBatchStrategy : public detail::WholeOptimizerStrategy {
  public:
   explicit ShardedBatchStrategy(const StrategySetup& setup)
       : WholeOptimizerStrategy("ddp", setup),
-        shards_(*setup.module, setup.group, setup.options.logical_shards,
-                setup.options.shard_seed) {
+        shards_(*setup.module, setup.group, setup.options.logical_shards, setup.options.shard_seed,
+                setup.options.check_drift) {
     if (!optimizer().needs_closure()) return;
     throw UsageError("optimizer " + optimizer().name() +
                          " evaluates the loss several times in a step, which logical shards do "

@@ -64,8 +64,10 @@ class LogicalShards {
  public:
   /// The module must outlive it and keep its parameters. All ranks get rank 0's parameters and
   /// buffers. Throws MismatchError where ranks differ in these or in `arithmetic_of_process`, and
-  /// UsageError for fewer shards than ranks. A collective.
-  LogicalShards(torch::nn::Module& module, const ProcessGroup& group, int64_t count, uint64_t seed);
+  /// UsageError for fewer shards than ranks. With `check_drift` `run` compares the ranks'
+  /// parameters and buffers after the 2nd, 10th, 100th, ... step (MismatchError). A collective.
+  LogicalShards(torch::nn::Module& module, const ProcessGroup& group, int64_t count, uint64_t seed,
+                bool check_drift = true);
   ~LogicalShards();
 
   int64_t count() const;

@@ -109,6 +109,9 @@ struct StrategyOptions {
   int64_t logical_shards = 0;
   /// Of the shards' random numbers.
   uint64_t shard_seed = 0;
+  /// Compare what all ranks have alike, of the parameters and the optimizer's rate, after the 2nd,
+  /// 10th, 100th, ... step and before a save: see Strategy::check_equal.
+  bool check_drift = true;
 };
 
 /// What a strategy is made of. The module's parameters lie on `device` and have their values; those
@@ -211,6 +214,11 @@ class Strategy {
   /// of an optimizer's state, by the parameter's index. What is not named is needed whole.
   virtual std::map<std::string, std::vector<TensorBox>> needed_of_model() { return {}; }
   virtual std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() { return {}; }
+
+  /// Throws MismatchError on every rank where ranks differ in parameters that each has whole,
+  /// naming the first and the ranks. Strategies that have none, or StrategyOptions::check_drift
+  /// false, check nothing. A collective.
+  virtual void check_equal() {}
 
   virtual StateBytes state_bytes() const = 0;
 };

@@ -8,6 +8,7 @@
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/module_state.h"
@@ -16,7 +17,10 @@
 namespace lockstep::detail {
 
 BaseStrategy::BaseStrategy(std::string name, const StrategySetup& setup)
-    : name_(std::move(name)), group_(setup.group), forward_context_(setup.options.forward_context) {
+    : name_(std::move(name)),
+      group_(setup.group),
+      checks_drift_(setup.options.check_drift),
+      forward_context_(setup.options.forward_context) {
   if (!group_) throw UsageError("strategy " + name_ + ": the process group is null");
   if (!setup.module) throw UsageError("strategy " + name_ + ": the module is null");
 }
@@ -29,6 +33,12 @@ std::optional<at::Tensor> BaseStrategy::predict(const std::function<at::Tensor()
 
 void BaseStrategy::step(const StepScale& scale) {
   expect_last_of_step();
+  update(scale);
+  if (!checks_drift_ || !is_compared_after(++steps_)) return;
+  detail::check_equal({"strategy " + name_, steps_, {}, {{"learning rate", lr()}}}, group_);
+}
+
+void BaseStrategy::update(const StepScale& scale) {
   step_by(optimizer(), scale);
 }
 
@@ -71,8 +81,18 @@ WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& se
 
 void WholeModelStrategy::average_gradients(const DdpOptions& options,
                                            const ReducerFactory& make_reducer) {
-  if (group().size() > 1)
-    core_ = make_ddp_core(*module_, group(), options, make_reducer, "strategy " + name());
+  if (group().size() == 1) return;
+  DdpOptions own = options;
+  own.check_drift = own.check_drift && checks_drift();
+  core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
+}
+
+void WholeModelStrategy::check_equal() {
+  if (!checks_drift()) return;
+  Compared mine{.what = "strategy " + name()};
+  for (const auto& item : module_->named_parameters())
+    mine.tensors.emplace_back(item.key(), item.value().detach());
+  detail::check_equal(mine, group());
 }
 
 void WholeModelStrategy::run_batch(const BatchWork& work) {

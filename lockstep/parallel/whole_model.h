@@ -20,7 +20,7 @@ class BaseStrategy : public Strategy {
   DataShare data_share() const override { return {group_.rank(), group_.size()}; }
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>& forward,
                                     const at::Tensor& input) override;
-  void step(const StepScale& scale) override;
+  void step(const StepScale& scale) final;
   void set_lr(double lr) override { optimizer().set_lr(lr); }
   double lr() const override { return optimizer().lr(); }
 
@@ -28,16 +28,20 @@ class BaseStrategy : public Strategy {
   /// Throws UsageError for a null group or module.
   BaseStrategy(std::string name, const StrategySetup& setup);
   virtual Optimizer& optimizer() const = 0;
+  virtual void update(const StepScale& scale);
   /// `forward` in the forward's context, which backward is not to run in.
   at::Tensor in_context(const std::function<at::Tensor()>& forward) const;
-  /// For `step`: throws UsageError while gradients only add up.
+  /// For a step: throws UsageError while gradients only add up.
   void expect_last_of_step() const;
+  bool checks_drift() const { return checks_drift_; }
 
   bool adding_up_ = false;  ///< The gradients of the last batch were not averaged.
 
  private:
   std::string name_;
   ProcessGroup group_;
+  bool checks_drift_;
+  int64_t steps_ = 0;
   ForwardContext forward_context_;
 };
 
@@ -76,6 +80,7 @@ class WholeModelStrategy : public BaseStrategy {
   StateDict model_state() override;
   std::vector<TensorShard> model_shards() override;
   void load_model_state(const StateDict& state) override;
+  void check_equal() override;
   /// From now on backward averages gradients over the ranks, where there are several. A collective.
   void average_gradients(const DdpOptions& options, const ReducerFactory& make_reducer = {});
 

@@ -461,6 +461,10 @@ void FitLoop::save(CheckpointFolder& folder, CheckpointOverlap overlap, bool may
   const double begin = seconds();
   collect_sums();
   SavedFolder& target = saved(folder);
+  for (const auto& part : loop_.parts()) {
+    // Snapshots may be frequent.
+    if (!may_be_lost) part->strategy().check_equal();
+  }
   target.may_be_lost = may_be_lost;
   // The epoch's sums of all ranks become rank 0's after a resume.
   const MetricSums sums = reduced(epoch_sums_);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optimizer_state.h"
 #include "lockstep/parallel/module_state.h"
@@ -111,6 +112,8 @@ struct ZeroRedundancyOptimizer::Impl {
   std::optional<StateDict> consolidated = {};
   std::function<bool()> adding_up = {};
   bool overlaps = false;
+  bool checks_drift = true;  ///< Until a Join, in which ranks make different numbers of steps.
+  int64_t steps = 0;
 };
 
 ZeroRedundancyOptimizer::ZeroRedundancyOptimizer(std::vector<at::Tensor> parameters,
@@ -149,6 +152,9 @@ void ZeroRedundancyOptimizer::step_scaled(const StepScale& scale) {
     group->step(scale);
     group->drop_gradients();
   }
+  // Each part is updated by one rank, so another rate on some would not show in the parameters.
+  if (impl_->checks_drift && detail::is_compared_after(++impl_->steps))
+    detail::check_equal({kWhat, impl_->steps, {}, {{"learning rate", lr()}}}, impl_->group);
 }
 
 void ZeroRedundancyOptimizer::watch(std::function<bool()> adding_up) {
@@ -179,6 +185,7 @@ std::unique_ptr<JoinHook> ZeroRedundancyOptimizer::join_hook(const JoinOptions&)
   if (impl_->overlaps)
     throw UsageError(std::string(kWhat) + ": a step that overlaps with backward cannot be joined",
                      "call step() in place of hook_with_zero_step()");
+  impl_->checks_drift = false;
   return std::make_unique<Hook>(*this);
 }
 

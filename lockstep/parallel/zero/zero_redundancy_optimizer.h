@@ -62,7 +62,8 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
   /// Updates the parameters on all ranks from their gradients. A collective. Throws UsageError for
   /// a sparse gradient, and for that of a parameter that was frozen when it was given.
   void step() override { step_scaled({}); }
-  /// `scale` must be the same on all ranks.
+  /// `scale` must be the same on all ranks. So must the learning rate: it is compared after the
+  /// 2nd, 10th, 100th, ... step (MismatchError), though no longer after a Join.
   void step_scaled(const StepScale& scale) override;
   /// As lockstep::zero_grad of all parameters.
   void zero_grad(bool set_to_none = true);

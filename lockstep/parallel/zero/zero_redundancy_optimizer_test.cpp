@@ -71,6 +71,21 @@ TEST_P(ZeroOptimizer, KeepsTheStateOfALayerThatIsFrozenOnResume) {
   });
 }
 
+/// The parameters would stay alike: each part is updated by one rank.
+TEST_P(ZeroOptimizer, ARateOfOneRanksOwnIsNoticed) {
+  run_group(2, [](const ProcessGroup& group) {
+    auto net = std::make_shared<Net>();
+    ZeroRedundancyOptimizer zero(net->parameters(), factory_of({}), group);
+    if (group.rank() == 1) zero.set_lr(0.5);
+    try {
+      train(group, net, [&] { zero.step(); });
+      ADD_FAILURE() << "no error";
+    } catch (const MismatchError& error) {
+      EXPECT_EQ(error.failure().detail, "learning rate");
+    }
+  });
+}
+
 TEST_P(ZeroOptimizer, TiedParametersCountOnce) {
   run_group(2, [](const ProcessGroup& group) {
     const auto train_tied = [&](auto make_optimizer_of) {

@@ -283,8 +283,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     return detail::clip_shards(reducer_->gradients(), max_norm, group());
   }
 
-  void step(const StepScale& scale) override {
-    expect_last_of_step();
+  void update(const StepScale& scale) override {
     if (!reducer_) optimizer_.take_gradients();
     optimizer_.step(scale);
     if (!reducer_) optimizer_.drop_gradients();
