@@ -194,7 +194,8 @@ std::string choose_prefix(const std::vector<std::string>& names, const fs::path&
   }
   std::vector<std::string> rules;
   for (const std::string& prefix : prefixes) rules.push_back("'" + prefix + "*=*'");
-  hint = "say which weights are meant: --load-rename " + join(rules, " or ");
+  hint = "say which weights are meant: " + std::string(is_part ? "" : "--load-only '*' ") +
+         "--load-rename " + join(rules, " or ");
   return {};
 }
 
