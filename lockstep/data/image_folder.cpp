@@ -6,10 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -33,32 +36,87 @@ bool is_foreign_image(const fs::path& path) {
   return false;
 }
 
-std::vector<fs::path> subfolders(const fs::path& folder) {
-  std::vector<fs::path> found;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
-    if (entry.is_directory()) found.push_back(entry.path());
+/// A walk through it would not end, and would give images of the outer folder the inner one's
+/// class.
+void refuse_loop(const fs::path& link) {
+  const fs::path target = fs::canonical(link);
+  for (fs::path outer = fs::absolute(link); outer.has_relative_path();) {
+    outer = outer.parent_path();
+    const fs::path real = fs::canonical(outer);
+    if (std::mismatch(target.begin(), target.end(), real.begin(), real.end()).first == target.end())
+      throw DataError(link.string() + " is a link to " + target.string() + ", which it lies in",
+                      "take the link away");
   }
-  std::sort(found.begin(), found.end());
-  return found;
+}
+
+/// What lies in a folder, links followed.
+struct FolderContent {
+  std::vector<fs::path> folders;
+  std::vector<fs::path> files;
+};
+
+FolderContent content_of(const fs::path& folder, std::vector<fs::path>& dangling) {
+  FolderContent content;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    std::error_code ignored;
+    const fs::file_status status = entry.status(ignored);
+    if (fs::is_regular_file(status)) {
+      content.files.push_back(entry.path());
+    } else if (fs::is_directory(status)) {
+      if (entry.is_symlink()) refuse_loop(entry.path());
+      content.folders.push_back(entry.path());
+    } else if (entry.is_symlink() && !fs::exists(status)) {
+      dangling.push_back(entry.path());
+    }
+  }
+  std::sort(content.folders.begin(), content.folders.end());
+  std::sort(content.files.begin(), content.files.end());
+  return content;
+}
+
+/// What is left out of a list.
+struct LeftOut {
+  int64_t foreign = 0;
+  std::vector<fs::path> dangling;  ///< Links that lead nowhere.
+};
+
+using ByFolder = std::map<std::string, std::vector<fs::path>>;
+
+void add_images_below(const fs::path& folder, ByFolder& images, LeftOut& left_out) {
+  const FolderContent content = content_of(folder, left_out.dangling);
+  for (const fs::path& file : content.files) {
+    left_out.foreign += is_foreign_image(file);
+    if (is_image_name(file)) images[folder.string()].push_back(file);
+  }
+  for (const fs::path& inner : content.folders) add_images_below(inner, images, left_out);
 }
 
 /// The images at and below a folder: of each folder by name, folders by path, as os.walk sorted.
-std::vector<fs::path> images_below(const fs::path& top, int64_t& foreign) {
-  std::map<std::string, std::vector<fs::path>> by_folder;
-  using Walk = fs::recursive_directory_iterator;
-  for (const auto& entry : Walk(top, fs::directory_options::follow_directory_symlink)) {
-    if (!entry.is_regular_file()) continue;
-    foreign += is_foreign_image(entry.path());
-    if (is_image_name(entry.path())) {
-      by_folder[entry.path().parent_path().string()].push_back(entry.path());
-    }
-  }
+std::vector<fs::path> images_below(const fs::path& top, LeftOut& left_out) {
+  ByFolder by_folder;
+  add_images_below(top, by_folder, left_out);
   std::vector<fs::path> images;
-  for (auto& [folder, files] : by_folder) {
-    std::sort(files.begin(), files.end());
+  for (const auto& [folder, files] : by_folder)
     images.insert(images.end(), files.begin(), files.end());
-  }
   return images;
+}
+
+/// Whether the file begins and ends as a JPEG or PNG does.
+bool looks_whole(const fs::path& path) {
+  constexpr std::string_view kPngEnd("\0\0\0\0IEND\xAE\x42\x60\x82", 12);
+  char begin[4] = {}, end[kPngEnd.size()] = {};
+  std::ifstream file(path, std::ios::binary);
+  file.read(begin, sizeof begin);
+  file.seekg(-static_cast<std::streamoff>(sizeof end), std::ios::end);
+  if (!file.read(end, sizeof end)) return false;
+  const std::string_view first(begin, sizeof begin), last(end, sizeof end);
+  if (first.starts_with("\xFF\xD8\xFF")) return last.ends_with("\xFF\xD9");
+  return first == "\x89PNG" && last == kPngEnd;
+}
+
+std::string without_hint(const Error& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
 }
 
 /// Python's round: to the nearest, halves to the even one.
@@ -91,13 +149,31 @@ class ImageSource : public SampleSource {
             const at::Tensor& target) override {
     auto* classes = target.mutable_data_ptr<int64_t>();
     for (size_t i = 0; i < indices.size(); ++i) {
-      const auto& [path, label] = list_->images.at(static_cast<size_t>(indices[i]));
-      classes[i] = label;
-      if (data.defined()) data.select(0, static_cast<int64_t>(i)).copy_(cropped(path));
+      auto index = static_cast<size_t>(indices[i]);
+      if (data.defined()) data.select(0, static_cast<int64_t>(i)).copy_(readable(index));
+      classes[i] = list_->images.at(index).second;
     }
   }
 
  private:
+  /// Of the first image from `index` on that can be read.
+  at::Tensor readable(size_t& index) const {
+    constexpr size_t kMostTries = 100;  // A whole disk that has gone is not skipped.
+    for (size_t tries = 1;; ++tries) {
+      try {
+        return cropped(list_->images.at(index).first);
+      } catch (const Error& error) {
+        if (options_.on_bad_image == OnBadImage::stop ||
+            tries == std::min(kMostTries, list_->images.size()))
+          throw;
+        const std::lock_guard lock(told_->mutex);
+        if (told_->images.insert(index).second)
+          log_warning("skipped, another image takes its place: " + without_hint(error));
+        index = (index + 1) % list_->images.size();
+      }
+    }
+  }
+
   /// [3, crop, crop], a view of a larger image.
   at::Tensor cropped(const fs::path& path) const {
     RgbImage image = read_image(path);
@@ -119,8 +195,15 @@ class ImageSource : public SampleSource {
     return pixels[0].narrow(1, top, options_.crop).narrow(2, left, options_.crop);
   }
 
+  /// The images that a warning has named, by any clone.
+  struct Told {
+    std::mutex mutex;
+    std::set<size_t> images;
+  };
+
   std::shared_ptr<const ImageList> list_;
   ImageFolderOptions options_;
+  std::shared_ptr<Told> told_ = std::make_shared<Told>();
 };
 
 /// The folder of a part below `path`; empty when there is none.
@@ -151,9 +234,7 @@ std::pair<ImageList, ImageList> split(const ImageList& all, double test_fraction
   return {std::move(train), std::move(test)};
 }
 
-}  // namespace
-
-ImageList list_images(const fs::path& folder) {
+ImageList list_classes(const fs::path& folder) {
   std::error_code ignored;
   if (!fs::is_directory(folder, ignored)) {
     throw DataError(folder.string() + ": there is no such folder",
@@ -161,12 +242,14 @@ ImageList list_images(const fs::path& folder) {
   }
   ImageList list;
   list.name = "folder:" + folder.string();
-  int64_t foreign = 0;
-  for (const fs::path& path : subfolders(folder)) {
-    const std::vector<fs::path> images = images_below(path, foreign);
+  LeftOut left_out;
+  for (const fs::path& path : content_of(folder, left_out.dangling).folders) {
+    const std::vector<fs::path> images = images_below(path, left_out);
     if (images.empty()) {
       throw DataError(path.string() + ": this class has no image; expected .jpg, .jpeg or .png",
-                      "take the folder away, or put images into it");
+                      left_out.dangling.empty()
+                          ? "take the folder away, or put images into it"
+                          : left_out.dangling.back().string() + " is a link that leads nowhere");
     }
     const auto label = static_cast<int64_t>(list.classes.size());
     for (const fs::path& image : images) list.images.emplace_back(image, label);
@@ -176,18 +259,55 @@ ImageList list_images(const fs::path& folder) {
     throw DataError(folder.string() + " has no folders; expected one for each class",
                     "put the images of a class into a folder with the class's name");
   }
-  if (foreign > 0) {
-    log_warning(folder.string() + ": " + counted(foreign, "image") +
+  if (left_out.foreign > 0) {
+    log_warning(folder.string() + ": " + counted(left_out.foreign, "image") +
                 " of other formats than JPEG and PNG left out");
   }
+  if (const auto& dangling = left_out.dangling; !dangling.empty()) {
+    log_warning(folder.string() + ": " + counted(static_cast<int64_t>(dangling.size()), "link") +
+                " left out because they lead nowhere, such as " + dangling.front().string());
+  }
   return list;
+}
+
+}  // namespace
+
+ImageList list_images(const fs::path& folder) {
+  try {
+    return list_classes(folder);
+  } catch (const fs::filesystem_error& error) {
+    const fs::path& path = error.path1().empty() ? folder : error.path1();
+    throw SystemError("cannot read the folder " + path.string(), error.code().value());
+  }
+}
+
+void check_images(const ImageList& list, size_t first, size_t stride) {
+  constexpr size_t kNamed = 5;
+  std::vector<std::string> problems;
+  size_t count = 0;
+  for (size_t i = first; i < list.images.size(); i += stride) {
+    const fs::path& path = list.images[i].first;
+    if (looks_whole(path)) continue;
+    try {
+      read_image(path);
+    } catch (const Error& error) {
+      if (++count <= kNamed) problems.push_back(without_hint(error));
+    }
+  }
+  if (count == 0) return;
+  if (count > kNamed) problems.push_back("...");
+  throw DataError(list.name + ": " + counted(static_cast<int64_t>(count), "image") +
+                      " cannot be read: " + join(problems, "; "),
+                  "take such files out of the folder, or give --on-bad-image skip "
+                  "(OnBadImage::skip in a program)");
 }
 
 std::unique_ptr<SampleSource> image_source(ImageList list, const ImageFolderOptions& options) {
   return std::make_unique<ImageSource>(std::make_shared<const ImageList>(std::move(list)), options);
 }
 
-DatasetSources open_image_folder(const fs::path& path, const DatasetOptions& options) {
+DatasetSources open_image_folder(const fs::path& path, const DatasetOptions& options,
+                                 const ImageChecks& checks) {
   // 256 for 224, as the recipes for ImageNet have it.
   const int64_t resize = options.image_size * 8 / 7;
   const int64_t train_size =
@@ -208,8 +328,15 @@ DatasetSources open_image_folder(const fs::path& path, const DatasetOptions& opt
     }
   }
   train.name = test.name = "folder:" + path.string();
-  return {image_source(std::move(train), {.resize = resize, .crop = train_size}),
-          image_source(std::move(test), {.resize = resize, .crop = options.image_size})};
+  if (checks.on_bad_image == OnBadImage::stop) {
+    check_images(train, checks.first, checks.stride);
+    check_images(test, checks.first, checks.stride);
+  }
+  ImageFolderOptions images{.resize = resize, .crop = train_size};
+  images.on_bad_image = checks.on_bad_image;
+  auto train_source = image_source(std::move(train), images);
+  images.crop = options.image_size;
+  return {std::move(train_source), image_source(std::move(test), images)};
 }
 
 }  // namespace lockstep

@@ -3,6 +3,7 @@
 #include <ATen/ops/_upsample_bilinear2d_aa.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros.h>
 #include <zlib.h>
 
 #include <cstdio>  // jpeglib.h needs it
@@ -267,6 +268,78 @@ TEST_F(ImageFolder, WhatIsWrongIsNamed) {
   EXPECT_THAT(complaint<UsageError>(
                   [&] { image_source(list_images(folder_.path()), {.resize = 8, .crop = 9}); }),
               HasSubstr("cannot have the middle 9 cut out"));
+}
+
+TEST_F(ImageFolder, LinksThatLeadBackAreRefusedAndThoseThatLeadNowhereAreTold) {
+  for (const char* name : {"a/1.png", "b/1.png", "c/more/1.png"}) image(name);
+  fs::create_directory_symlink("../c", folder_.path() / "a" / "others");
+  fs::create_symlink("no-such.png", folder_.path() / "a" / "gone.png");
+  fs::create_symlink("self.png", folder_.path() / "b" / "self.png");
+  fs::create_directory_symlink("no-such", folder_.path() / "d");
+  testing::internal::CaptureStderr();
+  EXPECT_THAT(listed(), ElementsAre("a/1.png 0", "c/more/1.png 0", "b/1.png 1", "c/more/1.png 2"));
+  EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("3 links"));
+  const auto refused = [&](const char* target, const fs::path& link) {
+    fs::create_directory_symlink(target, folder_.path() / link);
+    EXPECT_THAT(complaint<DataError>([&] { listed(); }),
+                HasSubstr(link.filename().string() + " is a link"));
+    fs::remove(folder_.path() / link);
+  };
+  refused("..", "b/up");
+  refused(".", "b/here");
+  refused(".", "e");
+  refused("../../a", "c/more/back");  // From a/others/more, by two links.
+  image("alone/1.png");
+  fs::rename(folder_.path() / "alone" / "1.png", folder_.path() / "b" / "2.png");
+  fs::create_symlink("no-such.png", folder_.path() / "alone" / "gone.png");
+  EXPECT_THAT(complaint<DataError>([&] { listed(); }),
+              AllOf(HasSubstr("alone: this class has no image"), HasSubstr("gone.png")));
+}
+
+TEST_F(ImageFolder, ImagesThatCannotBeReadAreNamedAtTheStartOrSkipped) {
+  for (const char* name : {"a/1.png", "a/2.png", "b/3.png", "b/5.png"}) image(name);
+  const auto put = [&](const char* name, const std::string& content) {
+    test_files::write(folder_.path() / name, content);
+  };
+  const std::string whole = png(12, 8, pattern(12 * 8 * 3));
+  const std::string photo = jpeg(12, 8, 3, JCS_RGB, pattern(12 * 8 * 3));
+  put("a/4.png", whole + "more");  // Bytes behind the image do no harm.
+  put("a/5.jpg", photo);
+  put("b/6.jpg", photo + "more");
+  EXPECT_NO_THROW(check_images(list_images(folder_.path())));
+  put("a/2.png", "");
+  put("b/3.png", whole.substr(0, whole.size() - 20));
+  put("b/5.png", "GIF89a");
+  put("b/6.jpg", photo.substr(0, photo.size() / 2));
+  const ImageList list = list_images(folder_.path());  // a: 1 2 4 5, b: 3 5 6
+  EXPECT_THAT(complaint<DataError>([&] { check_images(list); }),
+              AllOf(HasSubstr("4 images"), HasSubstr("a/2.png"), HasSubstr("b/3.png"),
+                    HasSubstr("b/5.png"), HasSubstr("b/6.jpg")));
+  EXPECT_NO_THROW(check_images(list, 0, 8));
+  EXPECT_THAT(complaint<DataError>([&] { check_images(list, 1, 3); }),
+              AllOf(HasSubstr("2 images"), HasSubstr("a/2.png"), HasSubstr("b/3.png")));
+  const std::string name = "folder:" + folder_.path().string();
+  EXPECT_THAT(complaint<DataError>([&] { open_dataset(name, {.image_size = 7}); }),
+              HasSubstr("a/2.png"));
+  testing::internal::CaptureStderr();
+  ImageFolderOptions options{.resize = 8, .crop = 7};
+  EXPECT_THROW(read_all(*image_source(list, options)), DataError);
+  options.on_bad_image = OnBadImage::skip;
+  const auto source = image_source(list, options);
+  const TensorDataset all = read_all(*source);
+  read_all(*source->clone());
+  EXPECT_TRUE(at::equal(all.data[1], all.data[2]));
+  for (int64_t i = 4; i < 7; ++i) EXPECT_TRUE(at::equal(all.data[i], all.data[0]));
+  EXPECT_TRUE(at::equal(all.targets, at::zeros({7}, at::kLong)))
+      << "class of the image that is there";
+  const std::string said = testing::internal::GetCapturedStderr();
+  for (const char* bad : {"a/2.png", "b/3.png", "b/5.png", "b/6.jpg"}) {
+    EXPECT_THAT(said, HasSubstr(bad));
+    EXPECT_EQ(said.find(bad), said.rfind(bad)) << "told once: " << bad;
+  }
+  fs::remove_all(folder_.path() / "a");
+  EXPECT_THROW(read_all(*image_source(list_images(folder_.path()), options)), DataError)
+      << "no image is left";
 }
 
 TEST(RgbImage, AbsurdSizesAreRefused) {
