@@ -304,13 +304,14 @@ class Mlflow(unittest.TestCase):
             self.assertIn(("runs/update", "FAILED"), [(path, body.get("status")) for path, body in server.sent])
             self.assertEqual(process.returncode, 130)
 
-    DIVERGES = ("--lr", 1e12, "--on-nan", "proceed")
+    DIVERGES = ("--model", "linear", "--dataset", "random", "--lr", 1000, "--on-nan", "proceed")
 
     def test_a_run_that_diverges_loses_nothing_else(self):
         with t.temporary_folder() as folder, mlflow_server() as (server, url):
             result = self.train(url, folder, *self.DIVERGES)
             self.assertNotIn("did not take", result.stderr)
             metrics = [one for _, body in server.sent for one in body.get("metrics", [])]
+            self.assertIn("Infinity", [one["value"] for one in metrics if one["key"] == "train/loss"])
             steps = [row["step"] for row in rows_of(folder, "train")]
             self.assertEqual([one["step"] for one in metrics if one["key"] == "train/lr"], steps)
             self.assertEqual(server.sent[-1][1]["status"], "FINISHED")
