@@ -143,16 +143,19 @@ std::optional<fs::path> cifar10_folder(const fs::path& data_dir) {
   return std::nullopt;
 }
 
+fs::path fetch_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
+  if (const auto folder = cifar10_folder(options.data_dir)) return *folder;
+  if (!options.download) throw_missing(options.data_dir);
+  fs::path folder = options.data_dir / kFolder;
+  fill_folder(
+      options.data_dir, [&] { return missing_in(folder).empty(); },
+      [&] { fetch(folder, options, source); });
+  return folder;
+}
+
 DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
-  auto folder = cifar10_folder(options.data_dir);
-  if (!folder) {
-    if (!options.download) throw_missing(options.data_dir);
-    folder = options.data_dir / kFolder;
-    fill_folder(
-        options.data_dir, [&] { return missing_in(*folder).empty(); },
-        [&] { fetch(*folder, options, source); });
-  }
-  return {load_part(*folder, 0, 5), load_part(*folder, 5, 1)};
+  const fs::path folder = fetch_cifar10(options, source);
+  return {load_part(folder, 0, 5), load_part(folder, 5, 1)};
 }
 
 }  // namespace lockstep

@@ -107,6 +107,12 @@ std::string usage_of(const PathSet& set) {
 
 }  // namespace
 
+void fetch_dataset(const std::string& name, const DatasetOptions& options) {
+  const DatasetOptions resolved = with_data_dir(options);
+  if (const MnistLike* source = mnist_like(name)) fetch_mnist(*source, resolved);
+  if (name == "cifar10") fetch_cifar10(resolved);
+}
+
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options) {
   const DatasetOptions resolved = with_data_dir(options);
   if (const MnistLike* source = mnist_like(name)) return load_mnist(*source, resolved);

@@ -116,17 +116,19 @@ void refuse_other_set(const MnistLike& source, const fs::path& path, const at::T
 
 }  // namespace
 
-DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
+MnistFolder fetch_mnist(const MnistLike& source, const DatasetOptions& options) {
   const auto find = [&] { return find_mnist(options.data_dir, source); };
-  MnistFolder found = find();
-  if (!found.complete()) {
-    if (!options.download) throw_missing(options.data_dir, source, found);
-    fill_folder(
-        found.folder, [&] { return find().complete(); },
-        [&] { fetch_missing(source, options, find()); });
-    found = find();
-  }
-  const auto& paths = found.paths;
+  const MnistFolder found = find();
+  if (found.complete()) return found;
+  if (!options.download) throw_missing(options.data_dir, source, found);
+  fill_folder(
+      found.folder, [&] { return find().complete(); },
+      [&] { fetch_missing(source, options, find()); });
+  return find();
+}
+
+DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {
+  const auto paths = fetch_mnist(source, options).paths;
   TensorDataset test = load_part(source.name, paths[2], paths[3], options.unpacked);
   refuse_other_set(source, paths[3], test.targets);
   return {load_part(source.name, paths[0], paths[1], options.unpacked), std::move(test)};

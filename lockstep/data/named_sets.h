@@ -10,7 +10,13 @@
 // The data sets of load_dataset by name. See there for what each takes.
 namespace lockstep {
 
-/// mnist and fashion-mnist.
+/// Makes the files of mnist, fashion-mnist and cifar10 be where load_dataset looks for them, by a
+/// download where the options allow one. Throws as load_dataset does where some are missing. Does
+/// nothing for other names. Starts no thread that lives on.
+void fetch_dataset(const std::string& name, const DatasetOptions& options);
+
+/// mnist and fashion-mnist. The first gives where the files are, see fetch_dataset.
+MnistFolder fetch_mnist(const MnistLike& source, const DatasetOptions& options);
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options);
 
 /// Where the archive of CIFAR-10's binary version comes from.
@@ -19,6 +25,8 @@ struct Cifar10Source {
   std::string archive_md5 = "c32a1d4ab5d03f1284b67883e8d87530";
   std::string mirror = "https://www.cs.toronto.edu/~kriz/";
 };
+std::filesystem::path fetch_cifar10(const DatasetOptions& options,
+                                    const Cifar10Source& source = {});
 DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source = {});
 /// The folder at or below `data_dir` that has the six files of CIFAR-10's binary version.
 std::optional<std::filesystem::path> cifar10_folder(const std::filesystem::path& data_dir);

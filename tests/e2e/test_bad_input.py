@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import http.server
 import itertools
 import os
 import pathlib
@@ -17,6 +18,7 @@ import time
 import unittest
 
 import lockstep_testing as t
+import run_testing
 
 TIMEOUT = 60
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -360,6 +362,36 @@ class Data(BadInput):
                     "the model takes 784 numbers a sample, the dataset's samples have 20")
 
 
+class FailingDownload(BadInput):
+
+    def test_it_is_tried_once_before_ranks_start(self):
+        asked = []  # With so many processes there.
+
+        class Nothing(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(len(run_testing.processes_with(mark)))
+                self.send_error(404)
+
+            def log_message(self, *_):
+                pass
+
+        env, mark = run_testing.marked_environment()
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Nothing)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            for first in ("mnist", "cifar10"):
+                variable = f"LOCKSTEP_{first.upper()}_URL"
+                self.refuse(("train", "--dataset", first, "--data-dir", self.temporary(), "--download", "--devices", 3), 1, variable,
+                            env={**env, variable: f"http://127.0.0.1:{server.server_address[1]}/"})
+                self.assertEqual(asked, [1])
+                asked.clear()
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+
+
 class Weights(BadInput):
 
     def test_missing_foreign_and_of_another_model(self):
@@ -384,10 +416,14 @@ class Weights(BadInput):
         folder = self.temporary()
         self.refuse(("eval", "--load-weights", folder), 1, f"folder {folder} holds no weights", "hint:")
         saved = folder / "run"
-        trained = t.run(t.LOCKSTEP, "train", "--limit-train-batches", 3, "--max-epochs", 2, "--checkpoint-dir", saved)
-        for path in (saved, saved / "latest", saved / "step-00000006"):
-            result = t.run(t.LOCKSTEP, "eval", "--load-weights", path)
+        trained = t.run(t.LOCKSTEP, "train", "--model", "wide", "--limit-train-batches", 3, "--max-epochs", 2,
+                        "--checkpoint-dir", saved, "--save-weights", folder / "w.safetensors")
+        # The model is that of config.toml.
+        for flags in ((saved,), (saved / "latest", "--devices", 2), (f"{saved}/step-00000006/",),
+                      (folder / "w.safetensors", "--config", saved / "config.toml")):
+            result = t.run(t.LOCKSTEP, "eval", "--load-weights", *flags)
             self.assertEqual(result.stdout.splitlines()[-1], trained.stdout.splitlines()[-1])
+        self.refuse(("eval", "--load-weights", saved, "--model", "mlp"), 1, "does not fit the model")
 
 
 class Places(BadInput):

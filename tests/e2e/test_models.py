@@ -93,6 +93,22 @@ class Models(unittest.TestCase):
         net.load_state_dict(load_file(weights))
         self.assertEqual(int(net[2].num_batches_tracked), 6)
 
+    def test_an_image_that_cannot_be_read_stops_the_run_at_its_start_or_is_skipped(self):
+        flags = ["--model", "resnet18", "--dataset", self.images(), "--image-size", 32, "--batch-size", 4, "--max-epochs", 1]
+        self.refuse(["--model", "convnet", *flags[2:]], "--model resnet18")
+        (self.folder / "images" / "train" / "dark" / "3.png").write_bytes(b"")
+        whole = self.folder / "images" / "val" / "bright" / "1.png"
+        whole.write_bytes(whole.read_bytes()[:-100])
+        for devices in (1, 2):
+            result = train(*flags, "--devices", devices, check=False)
+            self.assertEqual((result.returncode, result.stdout), (1, ""), result.stderr)
+            self.assertRegex(result.stderr, r"dark/3\.png|bright/1\.png")
+            self.assertIn("--on-bad-image skip", result.stderr)
+        result = train(*flags, "--devices", 2, "--on-bad-image", "skip")
+        self.assertRegex(last_line(result), OUTCOME)
+        for name in ("dark/3.png", "bright/1.png"):
+            self.assertIn(name, result.stderr)
+
     @unittest.skipUnless(HAS_TORCH, NO_TORCH)
     def test_a_torchscript_file_that_does_not_fit(self):
         import torch

@@ -33,7 +33,8 @@ namespace {
 void expect_layers(const StrategySetup& setup) {
   if (!setup.layers.empty()) return;
   throw UsageError("strategy pipeline: the model is not known as a chain of layers",
-                   "give StrategySetup::layers, or take a strategy that needs none, such as fsdp");
+                   "override layers() of a Trainer's module, give StrategySetup::layers, or take a "
+                   "strategy that needs none, such as fsdp");
 }
 
 std::vector<MeshDimension> dimensions_of(const StrategyOptions& options, int ranks) {

@@ -14,6 +14,8 @@
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
+#include "lockstep/data/image_folder.h"
+#include "lockstep/data/named_sets.h"
 #include "lockstep/data/transforms.h"
 #include "lockstep/models/models.h"
 #include "lockstep/parallel/strategies/strategies.h"
@@ -57,7 +59,11 @@ void add_augmentation(const RunConfig& config, const SampleSource& source,
   steps.push_back(random_horizontal_flip());
 }
 
-std::string hint_for(const ModelInfo& model) {
+std::string hint_for(const ModelInfo& model, const SampleSource& source) {
+  const SampleSpec spec = source.data_spec();
+  const bool has_colours = spec.dtype == at::kByte && spec.shape.size() == 3 && spec.shape[0] == 3;
+  if (has_colours && !model.any_image_size)
+    return "the dataset has images of three colours: try --model resnet18";
   if (model.per_token) return "this model is for texts: try --dataset text:FILE";
   if (model.regression) return "this model is for regression: try --dataset random";
   if (model.any_image_size)
@@ -72,35 +78,44 @@ void check_shape(const ModelInfo& model, const SampleSource& source, const std::
     throw UsageError(
         both + (model.per_token ? "the model takes tokens of a text, the dataset is none"
                                 : "the dataset is a text, which the model does not take"),
-        model.per_token ? hint_for(model) : "--model gpt is for texts");
+        model.per_token ? hint_for(model, source) : "--model gpt is for texts");
   }
   if (model.any_image_size) {
     if (spec.shape.size() == 3 && spec.shape[0] == model.input_shape.at(0)) return;
     throw UsageError(both + "the model takes images of " +
                          counted(model.input_shape.at(0), "channel") +
                          ", the dataset's samples are " + spec.describe(),
-                     hint_for(model));
+                     hint_for(model, source));
   }
   const int64_t wanted = SampleSpec{model.input_shape}.numel();
   if (wanted == spec.numel()) return;
   throw UsageError(both + "the model takes " + std::to_string(wanted) +
                        " numbers a sample, the dataset's samples have " +
                        std::to_string(spec.numel()),
-                   hint_for(model));
+                   hint_for(model, source));
+}
+
+DatasetOptions dataset_options(const RunConfig& config) {
+  DatasetOptions options;
+  options.data_dir = config.data_dir;
+  options.download = config.download;
+  return options;
 }
 
 /// The data set of a run, for its model: a text has windows of as many tokens as the model looks
 /// at.
-DatasetSources open_data(const RunConfig& config) {
-  DatasetOptions options;
-  options.data_dir = config.data_dir;
-  options.download = config.download;
+DatasetSources open_data(const RunConfig& config, const World& world) {
+  DatasetOptions options = dataset_options(config);
   options.unpacked = unpacked_files();
   options.image_size = config.image_size;
   if (config.augment) options.train_image_size = config.image_size * 8 / 7;
   const ModelInfo model = model_info(config.model);
   if (model.per_token) options.context = model.input_shape.at(0);
-  return open_dataset(config.dataset, options);
+  constexpr std::string_view kFolder = "folder:";
+  if (!config.dataset.starts_with(kFolder)) return open_dataset(config.dataset, options);
+  return open_image_folder(config.dataset.substr(kFolder.size()), options,
+                           {config.on_bad_image == "skip" ? OnBadImage::skip : OnBadImage::stop,
+                            static_cast<size_t>(world.rank()), static_cast<size_t>(world.size())});
 }
 
 /// What makes samples fit for the model. Images are normalised with the mean and deviation of their
@@ -138,7 +153,7 @@ void check_model_fits(const ModelInfo& model, const SampleSource& source) {
     throw UsageError(both + "the model " +
                          (model.regression ? "is for regression, the dataset has classes"
                                            : "is for classes, the dataset is for regression"),
-                     hint_for(model));
+                     hint_for(model, source));
   }
   if (classes && source.num_classes() > model.outputs) {
     throw UsageError(both + "the model tells " + std::to_string(model.outputs) +
@@ -354,6 +369,10 @@ std::map<std::filesystem::path, std::span<const std::byte>>& unpacked_files() {
   return files;
 }
 
+void fetch_data(const RunConfig& config) {
+  fetch_dataset(config.dataset, dataset_options(config));
+}
+
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
   const int64_t batches =
       std::min(batches_per_epoch, config.limit_train_batches.value_or(batches_per_epoch));
@@ -364,7 +383,7 @@ int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch) {
 // handed on.
 ModelTask make_train_task(const RunConfig& config, const World& world, bool training) {
   set_up_process(config);
-  DatasetSources data = open_data(config);
+  DatasetSources data = open_data(config, world);
   if (!training) data.train.reset();
   const std::unique_ptr<SampleSource> source = (training ? data.train : data.test)->clone();
   check_model_fits(model_info(config.model, source->num_classes()), *source);

@@ -22,6 +22,10 @@ namespace lockstep {
 /// library. Filled before a subcommand runs, and only read then.
 std::map<std::filesystem::path, std::span<const std::byte>>& unpacked_files();
 
+/// The files of the run's data set are there after this: it downloads them, with --download. Throws
+/// as load_dataset does where some are missing. Of data sets that have no download it does nothing.
+void fetch_data(const RunConfig& config);
+
 /// Optimizer steps of an epoch of a training loader.
 int64_t steps_per_epoch(const RunConfig& config, int64_t batches_per_epoch);
 

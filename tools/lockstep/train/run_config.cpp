@@ -47,6 +47,17 @@ void check_logger_names(const std::string& flag, const std::string& value) {
     expect_one_of(flag, name, {"jsonl", "mlflow", "prometheus", "tensorboard"});
 }
 
+/// Suggests for the words of other programs, fp16 and float32, those that begin with their bits.
+void check_precision(const std::string& flag, const std::string& value) {
+  const auto known = precision_names();
+  if (std::find(known.begin(), known.end(), value) != known.end()) return;
+  std::string bits = to_lower(value);
+  for (const auto& [other, ours] : {std::pair{"bfloat", "bf"}, {"float", ""}, {"fp", ""}})
+    if (bits.starts_with(other)) bits.replace(0, std::string_view(other).size(), ours);
+  throw UsageError(flag + ": unknown value '" + value + "'; expected one of " + join(known, ", "),
+                   did_you_mean(bits, known));
+}
+
 void check_address(const std::string& flag, const std::string& value) {
   endpoint_of(flag, value);
 }
@@ -187,6 +198,32 @@ void check_torch_script(const RunConfig& config) {
           "; --save-weights writes weights as safetensors");
 }
 
+bool is_in(const Flag& flag, const std::vector<std::string>& groups) {
+  return groups.empty() || std::find(groups.begin(), groups.end(), flag.group) != groups.end();
+}
+
+std::string text_of(const toml::node& node) {
+  if (const auto text = node.value_exact<std::string>()) return *text;
+  std::ostringstream value;
+  value << toml::node_view<const toml::node>(node);
+  return value.str();
+}
+
+/// Flags have one value each, and no sections.
+void refuse_compound(const std::string& where, const std::string& key, const toml::node& node) {
+  if (const toml::table* section = node.as_table()) {
+    const std::string first = section->empty() ? "lr" : std::string(section->begin()->first.str());
+    throw UsageError(where + "[" + key + "] is a section; flags stand in none",
+                     "take the heading away, so that the line is: " + first + " = ...");
+  }
+  if (const toml::array* list = node.as_array()) {
+    std::vector<std::string> words;
+    for (const toml::node& word : *list) words.push_back(text_of(word));
+    throw UsageError(where + key + " is a list; a flag has one value",
+                     "write: " + key + " = \"" + join(words, ",") + "\"");
+  }
+}
+
 }  // namespace
 
 const std::vector<Flag>& train_flags() {
@@ -244,8 +281,7 @@ StrategyOptions strategy_options(const RunConfig& config) {
 
 void add_flags(tool::Cli& cli, RunConfig& config, const std::vector<std::string>& groups) {
   for (const Flag& flag : train_flags()) {
-    const bool is_wanted = std::find(groups.begin(), groups.end(), flag.group) != groups.end();
-    if (!groups.empty() && !is_wanted) continue;
+    if (!is_in(flag, groups)) continue;
     cli.group(flag.group);
     cli.also_called(flag.name, flag.also_called);
     std::visit(
@@ -293,20 +329,20 @@ void add_flags(tool::Cli& cli, RunConfig& config, const std::vector<std::string>
   }
 }
 
-void read_config(const std::filesystem::path& path, RunConfig& config) {
+void read_config(const std::filesystem::path& path, RunConfig& config,
+                 const std::vector<std::string>& groups) {
+  RunConfig read = config;
   tool::Cli cli("lockstep train", {});
-  add_flags(cli, config);
+  add_flags(cli, read);
   for (const auto& [key, node] : parsed(path)) {
     const std::string where =
         path.string() + ", line " + std::to_string(node.source().begin.line) + ": ";
-    std::ostringstream value;
-    if (const auto text = node.value_exact<std::string>()) {
-      value << *text;
-    } else {
-      value << toml::node_view<const toml::node>(node);
-    }
-    cli.configure(tool::with_dashes("--" + std::string(key.str())), value.str(), where);
+    refuse_compound(where, std::string(key.str()), node);
+    cli.configure(tool::with_dashes("--" + std::string(key.str())), text_of(node), where);
   }
+  for (const Flag& flag : train_flags())
+    if (is_in(flag, groups))
+      std::visit([&](auto member) { config.*member = read.*member; }, flag.field);
 }
 
 std::string to_toml(const RunConfig& config) {
@@ -378,6 +414,11 @@ void check_config(const RunConfig& config) {
     throw UsageError("--load-only and --load-rename are for --load-weights, which is not given");
   }
   check_torch_script(config);
+  if (config.strategy == "pipeline" && model_info(config.model).from_file) {
+    throw UsageError("--strategy pipeline needs a chain of layers, which the TorchScript file " +
+                         config.model + " is not known as",
+                     "--strategy fsdp or zero2 shards it");
+  }
   if (config.resume != "none" && !config.load_optimizer.empty()) {
     throw UsageError("--resume and --load-optimizer exclude each other",
                      "a checkpoint has the state of its optimizer");

@@ -101,8 +101,9 @@ void add_flags(tool::Cli& cli, RunConfig& config, const std::vector<std::string>
 /// Gives flags the values that a TOML file has for them. Keys are the flags' names with dashes or
 /// underscores, in no table. Throws UsageError with file and line when it is no TOML, for an
 /// unknown key (with those that may be meant) and for a value that the flag cannot have; also when
-/// there is no such file, or one of more than 1 MiB.
-void read_config(const std::filesystem::path& path, RunConfig& config);
+/// there is no such file, or one of more than 1 MiB. With groups only their flags get values.
+void read_config(const std::filesystem::path& path, RunConfig& config,
+                 const std::vector<std::string>& groups = {});
 
 /// The whole configuration as TOML, so that `--config` of it makes the same run. Unset values are
 /// left out.

@@ -57,7 +57,20 @@ TEST_F(ConfigFile, AWrongTypeNamesTheKeyAndWhatWasExpected) {
   expect("quiet = 1", "--quiet: unknown value '1'; expected one of true, false");
   expect("model = 3", "--model: unknown value '3'");
   expect("seed = 1.5", "--seed: '1.5' is not a whole number");
-  expect("[optimizer]\nlr = 3", "--optimizer: unknown value");
+  expect("lr = 1\n[optimizer]\nmomentum = 3", "line 2: [optimizer] is a section");
+  expect("[optimizer]\nmomentum = 3", "momentum = ...");
+  expect("freeze = ['a.*', 'b.*']", "freeze = \"a.*,b.*\"");
+  expect("batch-size = [1, 2]", "line 1: batch-size is a list");
+}
+
+TEST_F(ConfigFile, MayBeReadForSomeGroupsOnly) {
+  write_file_atomically(path_, "model = 'convnet'\nlr = 1\ndevices = 2\nimage-size = 32\n");
+  RunConfig config;
+  read_config(path_, config, {"Model and data"});
+  EXPECT_EQ(config.model, "convnet");
+  EXPECT_EQ(config.image_size, 32);
+  EXPECT_EQ(config.devices, 1);
+  EXPECT_FALSE(config.lr);
 }
 
 TEST_F(ConfigFile, WhatIsNoTomlNamesTheLine) {
@@ -192,6 +205,9 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused({"--min-lr", "0.5"},
                  "--min-lr is for --schedule cosine or linear; --schedule is constant");
   expect_refused({"--precision", "bf16-mixd"}, "did you mean 'bf16-mixed'?");
+  expect_refused({"--precision", "fp16"}, "did you mean '16-mixed' or '16-true'?");
+  expect_refused({"--precision", "bfloat16"}, "did you mean 'bf16-mixed' or 'bf16-true'?");
+  expect_refused({"--precision", "Float32"}, "did you mean '32-true'?");
   expect_refused({"--amp-level", "O4"}, "--amp-level");
 }
 
@@ -215,6 +231,7 @@ TEST(CheckConfig, RangesAndCombinationsNameTheFlag) {
 }
 
 TEST(CheckConfig, WhatATorchScriptModelCannot) {
+  expect_refused({"--model", "net.pt", "--strategy", "pipeline"}, "--strategy fsdp");
   EXPECT_NO_THROW(checked({"--model", "net.pt", "--save-model", "out.pt"}));
   for (const char* name : {"out.safetensors", "out"})
     expect_refused({"--model", "net.pt", "--save-model", name}, "out.pt");

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <csignal>
 #include <exception>
+#include <filesystem>
 #include <functional>
 #include <optional>
 #include <set>
@@ -23,11 +24,13 @@
 #include "lockstep/recovery/elastic_job.h"
 #include "lockstep/train/stop_signal.h"
 #include "tools/lockstep/commands.h"
+#include "tools/lockstep/train/make_train_task.h"
 #include "tools/lockstep/train/placement.h"
 #include "tools/lockstep/train/snapshots.h"
 #include "tools/lockstep/train/training.h"
 
 namespace lockstep::tool {
+namespace fs = std::filesystem;
 namespace {
 
 using RankBody = std::function<void(const World&, Console&, ElasticJob*)>;
@@ -96,6 +99,7 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
   } else {
     sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
     check_files(config);
+    fetch_data(config);  // Once, and what it says is said once.
   }
   launch::SpawnCall call;
   call.name = command;
@@ -225,6 +229,23 @@ int run_ranks(const RunConfig& config, const std::string& command,
   return 0;
 }
 
+/// The config.toml of the run whose checkpoint or checkpoints these are; empty where there is none.
+fs::path config_beside(const fs::path& weights) {
+  std::error_code ignored;
+  const bool is_step = fs::exists(weights / "state.json", ignored);
+  const fs::path folder = is_step ? fs::absolute(weights / "..").lexically_normal() : weights;
+  const fs::path path = folder / "config.toml";
+  return fs::is_directory(weights, ignored) && fs::exists(path, ignored) ? path : fs::path();
+}
+
+/// The weights of a run are tested as what it has trained.
+void read_trained_config(const fs::path& path, RunConfig& config) {
+  if (path.empty()) return;
+  read_config(path, config, {"Model and data"});
+  config.limit_val_batches.reset();
+  config.download = false;
+}
+
 }  // namespace
 
 int train_command(const std::vector<std::string>& args) {
@@ -264,16 +285,27 @@ int train_command(const std::vector<std::string>& args) {
 
 int eval_command(const std::vector<std::string>& args) {
   RunConfig config;
+  // Read before the flags, which win.
+  const fs::path trained = config_beside(value_of_flag(args, "--load-weights").value_or(""));
+  read_trained_config(trained, config);
+  std::string config_file = value_of_flag(args, "--config").value_or("");
+  if (!config_file.empty()) read_config(config_file, config, {"Model and data", "Processes"});
   Cli cli("lockstep eval", "Tests saved weights on the held-out part of a dataset.");
   cli.example("lockstep eval --model mlp --dataset digits --load-weights mlp.safetensors");
-  cli.example("lockstep eval --model mlp --load-weights runs/a", "The newest checkpoint of a run");
+  cli.example("lockstep eval --load-weights runs/a",
+              "The newest checkpoint of a run, on the data of its config.toml");
   add_flags(cli, config, {"Model and data"});
   cli.option(
       "--load-weights", config.load_weights,
       "The weights: a safetensors or .pt file, a checkpoint's folder (step-*), or a folder of "
-      "checkpoints, whose newest is taken. Without it those of a TorchScript --model",
+      "checkpoints, whose newest is taken. Without it those of a TorchScript --model. Model and "
+      "dataset are by default those of the config.toml that a run has beside its checkpoints",
       "PATH");
   add_flags(cli, config, {"Processes"});
+  cli.option("--config", config_file,
+             "Read these flags from a TOML file of `lockstep train`, as its --config does. Other "
+             "flags in it are left out",
+             "FILE");
   if (!cli.parse(args)) return 0;
   finish_config(config);
   if (config.load_weights.empty() && !model_info(config.model).from_file) {
@@ -283,6 +315,9 @@ int eval_command(const std::vector<std::string>& args) {
   return run_ranks(
       config, "lockstep eval", [&] { return eval_command(args); },
       [&](const World& world, Console& console, ElasticJob*) {
+        if (!trained.empty())
+          log_info("model " + config.model + ", dataset " + config.dataset + " (" +
+                   trained.string() + ")");
         run_evaluation(config, world, console);
       });
 }
