@@ -9,6 +9,7 @@
 #include <map>
 #include <string>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
@@ -38,19 +39,6 @@ std::optional<double> quota_v1(const fs::path& folder) {
 std::optional<double> least(std::optional<double> a, std::optional<double> b) {
   if (!a || !b) return a ? a : b;
   return std::min(*a, *b);
-}
-
-/// Of `group` below `root` and of all groups above it. In a container the path may be the host's,
-/// which is not there: then the root is the container's own group.
-template <class Read>
-std::optional<double> least_upwards(const fs::path& root, const std::string& group, Read read) {
-  std::optional<double> result = read(root);
-  fs::path folder = root;
-  for (const auto& part : fs::path(group).relative_path()) {
-    folder /= part;
-    result = least(result, read(folder));
-  }
-  return result;
 }
 
 }  // namespace
@@ -83,25 +71,9 @@ int online_processors() {
 }
 
 std::optional<double> processor_quota(const fs::path& proc_cgroup, const fs::path& cgroups) {
-  std::ifstream in(proc_cgroup);
   std::optional<double> result;
-  // "0::/user.slice", or, in version 1, "4:cpu,cpuacct:/user.slice".
-  for (std::string line; std::getline(in, line);) {
-    const size_t first = line.find(':');
-    const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
-    if (second == std::string::npos) continue;
-    const std::string controllers = line.substr(first + 1, second - first - 1);
-    const std::string group = line.substr(second + 1);
-    if (controllers.empty()) {
-      result = least(result, least_upwards(cgroups, group, quota_v2));
-      continue;
-    }
-    const auto names = split(controllers, ',');
-    if (std::find(names.begin(), names.end(), "cpu") == names.end()) continue;
-    for (const std::string& folder : {std::string("cpu"), controllers}) {
-      result = least(result, least_upwards(cgroups / folder, group, quota_v1));
-    }
-  }
+  for (const auto& folder : cgroup_folders("cpu", proc_cgroup, cgroups))
+    result = least(result, least(quota_v2(folder), quota_v1(folder)));
   return result;
 }
 

@@ -4,6 +4,7 @@
 
 #include <thread>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 
@@ -65,6 +66,31 @@ TEST(Cores, VersionOne) {
   EXPECT_FALSE(cgroups.quota());
   cgroups.write("fs/cpu,cpuacct/job/cpu.cfs_quota_us", "300000\n");
   EXPECT_DOUBLE_EQ(cgroups.quota().value(), 3);
+}
+
+TEST(Cgroup, TheLeastLimitOfMemoryAndTheKillsUpwards) {
+  Cgroups cgroups;
+  const auto use = [&] {
+    return memory_use(cgroup_folders("memory", cgroups.folder() / "self", cgroups.folder() / "fs"));
+  };
+  EXPECT_FALSE(use().limit);
+  cgroups.write("self", "0::/slice/job\n");
+  cgroups.write("fs/slice/job/memory.max", "max\n");
+  cgroups.write("fs/slice/job/memory.events", "low 0\noom 7\noom_kill 2\noom_group_kill 9\n");
+  cgroups.write("fs/slice/memory.max", "2000\n");
+  cgroups.write("fs/slice/memory.peak", "1999\n");
+  EXPECT_EQ(use().kills, 2);
+  EXPECT_EQ(use().limit, 2000);
+  EXPECT_EQ(use().peak, 1999);
+  cgroups.write("self", "4:memory:/job\n");
+  cgroups.write("fs/memory/memory.limit_in_bytes", "9223372036854771712\n");
+  cgroups.write("fs/memory/job/memory.oom_control", "under_oom 0\noom_kill 3\n");
+  EXPECT_EQ(use().kills, 3);
+  EXPECT_FALSE(use().limit);
+  cgroups.write("fs/memory/job/memory.limit_in_bytes", "500\n");
+  cgroups.write("fs/memory/job/memory.max_usage_in_bytes", "500\n");
+  EXPECT_EQ(use().limit, 500);
+  EXPECT_EQ(use().peak, 500);
 }
 
 TEST(Cores, AQuotasWholeProcessorsCountAndAtLeastOne) {

@@ -12,8 +12,10 @@
 #include <map>
 #include <set>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/launch/job.h"
 #include "lockstep/launch/output.h"
@@ -443,6 +445,8 @@ class Launcher {
     failure.lines_are_shown = !plan_.repeat_shown_lines && error_stream(i).last_on_console();
     failure.report_suffices = plan_.reports_suffice;
     failure.error_log = worker.err.file;
+    if (WIFSIGNALED(end.wait_status) && WTERMSIG(end.wait_status) == SIGKILL && !end.after_stop)
+      failure.memory = memory_words(memory_before_, memory_use());
     return failure;
   }
 
@@ -467,6 +471,7 @@ class Launcher {
   }
 
   const LaunchPlan& plan_;
+  const MemoryUse memory_before_ = memory_use();
   SignalCatcher& signals_;
   Restarts& restarts_;
   HostAgent* const agent_;
@@ -502,8 +507,13 @@ std::string text_of(const WorkerFailure& last, const Restarts& restarts,
                     const std::string& how_to_go_on) {
   std::string text = last.text();
   const bool was_killed = last.start_errno == 0 && WIFSIGNALED(last.wait_status);
-  if (was_killed && restarts.most == 0 && !how_to_go_on.empty())
+  if (!last.memory.empty()) {
+    text +=
+        "\n  hint: give the job more memory (docker run --memory, Slurm's --mem, Kubernetes' "
+        "limits), or take fewer ranks on this host, smaller batches or a sharded strategy";
+  } else if (was_killed && restarts.most == 0 && !how_to_go_on.empty()) {
     text += "\n  hint: " + how_to_go_on;
+  }
   if (restarts.most > 0) {
     const auto why = why_not_again(last);
     text += "\n  not started again: " + (why.empty() ? counted(restarts.most, "restart") + " of " +

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/cgroup.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/host_agent.h"
 #include "lockstep/launch/job.h"
@@ -105,7 +106,8 @@ struct WorkerFailure {
   std::vector<std::string> last_lines;  ///< Of its standard error.
   bool lines_are_shown = false;         ///< They stand on the console already.
   bool report_suffices = false;         ///< See LaunchPlan::reports_suffice.
-  std::filesystem::path error_log;      ///< Its whole standard error, if kept in a file.
+  std::string memory;  ///< Words for the memory limit at which it was killed; empty: it was not.
+  std::filesystem::path error_log;  ///< Its whole standard error, if kept in a file.
 
   /// The worker's exit code, or 128 + N when signal N ended it. When it could not be executed, 126
   /// or 127, as in a shell.
@@ -119,6 +121,10 @@ struct WorkerFailure {
   std::string ending() const;
   bool report_is_all() const;
 };
+
+/// What the end of a worker by SIGKILL says when the kernel has killed for want of memory since
+/// `before`: " at the memory limit of its cgroup, 2 GB (peak 2 GB)". Else empty.
+std::string memory_words(const MemoryUse& before, const MemoryUse& now);
 
 /// Runs the workers to their end, and again after a failure, up to `max_restarts` times. Not where
 /// that cannot help: the program cannot be executed, or exit code 2 tells of wrong arguments.

@@ -337,6 +337,18 @@ TEST_F(LauncherTest, SignalsAreForwardedAndWhatWasBeforeIsPutBack) {
   EXPECT_EQ(before.sa_handler, after.sa_handler);
 }
 
+TEST(WorkerFailure, NamesTheMemoryLimitAtWhichItWasKilled) {
+  const MemoryUse before{.kills = 2, .limit = 2'000'000'000};
+  EXPECT_EQ(memory_words(before, before), "");
+  EXPECT_NE(memory_words(before, {.kills = 3}), "");
+  WorkerFailure failure;
+  failure.wait_status = SIGKILL;
+  failure.memory =
+      memory_words(before, {.kills = 3, .limit = 2'000'000'000, .peak = 1'900'000'000});
+  EXPECT_NE(failure.text().find("2.0 GB"), std::string::npos) << failure.text();
+  EXPECT_NE(failure.text().find("1.9 GB"), std::string::npos) << failure.text();
+}
+
 TEST_F(LauncherTest, SignalsThatWereBlockedAreForwarded) {
   sigset_t term, before, after;
   sigemptyset(&term);

@@ -29,6 +29,15 @@ std::string indented(const std::vector<std::string>& lines) {
 
 }  // namespace
 
+std::string memory_words(const MemoryUse& before, const MemoryUse& now) {
+  if (now.kills <= before.kills) return {};
+  if (!now.limit) return " by the kernel, as memory was used up";
+  const std::string peak =
+      now.peak ? " (peak " + human_bytes(static_cast<uint64_t>(*now.peak)) + ")" : "";
+  return " at the memory limit of its cgroup, " + human_bytes(static_cast<uint64_t>(*now.limit)) +
+         peak;
+}
+
 int WorkerFailure::exit_code() const {
   if (start_errno != 0) return start_errno == ENOENT ? kNotFound : kCannotExecute;
   if (WIFSIGNALED(wait_status)) return 128 + WTERMSIG(wait_status);
@@ -47,7 +56,7 @@ std::string WorkerFailure::ending() const {
   if (local_rank != rank) text += " (local rank " + std::to_string(local_rank) + ")";
   text += " (pid " + std::to_string(pid) + ")";
   return text + (WIFSIGNALED(wait_status)
-                     ? " was killed by " + signal_text(WTERMSIG(wait_status))
+                     ? " was killed by " + signal_text(WTERMSIG(wait_status)) + memory
                      : " exited with code " + std::to_string(WEXITSTATUS(wait_status)));
 }
 

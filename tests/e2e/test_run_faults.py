@@ -59,6 +59,32 @@ class Failures(unittest.TestCase):
             self.assertEqual(code, 128 + number)
             self.assertRegex(err, rf"rank 1 \(pid \d+\) was killed by SIG{name} \(signal {number}\)\n  hint: .*--max-restarts.*\n$")
 
+    def test_a_death_at_the_memory_limit_is_named(self):
+        """In a real cgroup of version 1 or 2, where this user may make one."""
+        root = pathlib.Path("/sys/fs/cgroup")
+        group = name = None
+        for folder, file in ((root / "memory", "memory.limit_in_bytes"), (root, "memory.max")):
+            group, name = folder / f"lockstep-test-{os.getpid()}", file
+            try:
+                group.mkdir()
+            except OSError:
+                continue
+            if (group / file).exists():
+                break
+            group.rmdir()
+        else:
+            self.skipTest("no cgroup with a memory limit can be made here")
+        self.addCleanup(group.rmdir)
+        (group / name).write_text(str(150 << 20))
+        fill = "import os\nif os.environ['RANK'] == '1': kept = b'x' * (1 << 30)\nelse: import signal; signal.pause()"
+        with Launched("--nproc-per-node", 2, sys.executable, "-c", fill,
+                      preexec_fn=lambda: (group / "cgroup.procs").write_text("0")) as launched:
+            code, _, err = launched.end(60)
+            launched.nothing_left()
+        self.assertEqual(code, 128 + signal.SIGKILL, err)
+        self.assertRegex(err, r"rank 1 \(pid \d+\) was killed by SIGKILL .*157 MB")
+        self.assertNotIn("--max-restarts", err)
+
     def seconds_to_end(self, folder):
         """From the end of rank 1 to that of a job whose other ranks ignore TERM."""
         wait = "until [ -e $OUT/pid0 ] && [ -e $OUT/pid2 ]; do sleep 0.01; done; date +%s.%N > $OUT/t; exit 5"
