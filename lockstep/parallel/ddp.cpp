@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -313,6 +314,7 @@ class Ddp final : public DdpCore, GradientTracker {
   }
 
   void take(size_t index) override {
+    const CallOrigin origin("gradients", module_ ? "DistributedDataParallel" : "GradientAverager");
     graph_is_kept_ = graph_is_kept_ || keeps_graph();
     reducer_->take(index);
   }

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "lockstep/autograd/backward.h"
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
 #include "lockstep/base/words.h"
@@ -283,6 +284,7 @@ class LogicalShards::Impl {
   }
 
   void finish() {
+    const CallOrigin origin("gradients", "LogicalShards");
     if (one_node_each()) {
       total_ = tree_.take_total();
       if (group_.size() > 1)

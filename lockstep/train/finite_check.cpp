@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/text.h"
@@ -39,6 +40,7 @@ bool FiniteCheck::loss_is_good(double loss) {
 bool FiniteCheck::is_good_everywhere(bool good_here) const {
   if (group_.size() == 1) return good_here;
   at::Tensor bad = at::full({1}, good_here ? 0.0 : 1.0, at::device(device_).dtype(at::kFloat));
+  const CallOrigin origin("check of the loss", "Trainer");
   group_.all_reduce(bad, ReduceOp::max);
   return bad.item<float>() == 0;
 }

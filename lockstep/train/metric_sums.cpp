@@ -6,6 +6,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/parallel/logical_shards.h"
 #include "lockstep/parallel/shard_tree.h"
 
@@ -82,6 +83,7 @@ MetricSums reduce_over_ranks(const ProcessGroup& group, c10::Device device,
       at::tensor({mine.loss.sum, mine.loss.weight, mine.accuracy.sum, mine.accuracy.weight,
                   static_cast<double>(mine.samples), static_cast<double>(mine.named.size())},
                  at::device(device).dtype(at::kDouble));
+  const CallOrigin origin("sums of metrics", "Trainer");
   group.all_reduce(wire, ReduceOp::sum);
   const at::Tensor result = wire.cpu();
   const auto* values = result.const_data_ptr<double>();

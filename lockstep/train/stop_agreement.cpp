@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/log.h"
 
 namespace lockstep {
@@ -96,6 +97,7 @@ int StopAgreement::now(int signal_number) {
     mine[kFirstRank + static_cast<size_t>(group_.rank())] =
         SlowRank::median(std::exchange(own_seconds_, {}));
   at::Tensor wire = at::tensor(mine, at::device(device_).dtype(at::kDouble));
+  const CallOrigin origin("agreement to stop", "Trainer");
   group_.all_reduce(wire, ReduceOp::max);
   const at::Tensor agreed = wire.cpu();
   const auto* values = agreed.const_data_ptr<double>();

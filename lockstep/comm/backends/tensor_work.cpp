@@ -63,8 +63,8 @@ bool fits(const at::Tensor& tensor, at::ScalarType dtype) {
 }  // namespace
 
 std::shared_ptr<const GroupNames> names_of(const BackendOptions& options) {
-  return std::make_shared<GroupNames>(
-      GroupNames{names_or_numbers(options.global_ranks, options.size), options.group_name});
+  return std::make_shared<GroupNames>(GroupNames{
+      names_or_numbers(options.global_ranks, options.size), options.group_name, options.steps});
 }
 
 void write_to(const at::Tensor& to, const at::Tensor& from) {
@@ -203,6 +203,7 @@ CallSignature TensorWork::signature() const {
   call.outputs = signatures_of(request_.outputs);
   call.input_splits = request_.input_splits;
   call.output_splits = request_.output_splits;
+  call.origin = origin_.text(names_->steps ? names_->steps->load() : 0);
   return call;
 }
 

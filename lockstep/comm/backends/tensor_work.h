@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/comm/backends/backend.h"
 #include "lockstep/comm/checks/call_signature.h"
 #include "lockstep/comm/checks/flight_recorder.h"
@@ -47,6 +48,7 @@ struct Request {
 struct GroupNames {
   RankNames ranks;
   std::string group;
+  std::shared_ptr<const std::atomic<int64_t>> steps;  ///< BackendOptions::steps.
 };
 std::shared_ptr<const GroupNames> names_of(const BackendOptions& options);
 
@@ -134,6 +136,7 @@ class TensorWork : public c10d::Work, public shm::Call {
 
   const Request request_;
   const std::shared_ptr<const GroupNames> names_;
+  const CallOrigin::Words origin_ = CallOrigin::current();
   const uint64_t recorded_ = FlightRecorder::take();
   uint64_t sequence_ = 0;
   size_t given_bytes_ = 0;

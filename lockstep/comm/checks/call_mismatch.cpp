@@ -25,7 +25,9 @@ Failure mismatch(const std::vector<int>& ranks, const RankNames& names, const st
   std::vector<int> numbers;
   for (const int rank : ranks) numbers.push_back(names.at(static_cast<size_t>(rank)));
   return mismatch_of(numbers,
-                     text + "\n  hint: all ranks must make the same calls in the same order");
+                     text +
+                         "\n  hint: all ranks must make the same calls in the same order; do their "
+                         "loops have the same length, and the same batches in each step?");
 }
 
 /// Every rank must have made the call of the lowest rank, as far as `same` looks.

@@ -151,6 +151,7 @@ std::string describe(const CallSignature& call, const RankNames& names) {
   if (!call.outputs.empty()) text += " into " + describe_all(call.outputs);
   if (!call.input_splits.empty()) text += ", input splits " + bracketed(call.input_splits);
   if (!call.output_splits.empty()) text += ", output splits " + bracketed(call.output_splits);
+  if (!call.origin.empty()) text += " (" + call.origin + ")";
   return text;
 }
 
@@ -170,6 +171,7 @@ std::string encode(const CallSignature& call) {
   write(out, call.outputs);
   out.numbers(call.input_splits);
   out.numbers(call.output_splits);
+  out.text(call.origin);
   return out.bytes();
 }
 
@@ -185,6 +187,7 @@ CallSignature decode(std::string_view bytes) {
   call.outputs = read_tensors(in);
   call.input_splits = in.numbers<int64_t>();
   call.output_splits = in.numbers<int64_t>();
+  call.origin = in.text();
   if (!in.ok() || !in.at_end())
     throw CommError("what another rank called cannot be read",
                     "run the same version of Lockstep on all ranks");

@@ -36,6 +36,7 @@ struct CallSignature {
   TensorSignatures outputs{};            ///< What it gets, where the ranks' views of it differ.
   std::vector<int64_t> input_splits{};   ///< all_to_all_single: rows for each rank.
   std::vector<int64_t> output_splits{};  ///< Likewise, from each rank.
+  std::string origin{};                  ///< What it is for: CallOrigin. Not compared.
 
   bool is_message() const { return operation >= Operation::send; }
   /// The other rank of a message; -1 for a collective, and for a receive from any.

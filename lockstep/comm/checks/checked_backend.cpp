@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <type_traits>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/env.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/settings.h"
@@ -259,9 +260,8 @@ class CheckedBackend final : public c10d::Backend {
   }
 
  private:
-  void tell_end(Failure::Kind kind) {
-    context_->tell_end(kind, options_.steps ? options_.steps->load() : 0);
-  }
+  void tell_end(Failure::Kind kind) { context_->tell_end(kind, steps()); }
+  int64_t steps() const { return options_.steps ? options_.steps->load() : 0; }
 
   /// How many of the group's first collectives are compared.
   uint64_t comparison_limit() const {
@@ -345,6 +345,8 @@ class CheckedBackend final : public c10d::Backend {
         call.reduction = static_cast<int>(opts.reduceOp.op_);
       if constexpr (requires { opts.rootRank; }) call.root = static_cast<int>(opts.rootRank);
       arguments.describe(call);
+      // Else the works know it.
+      if (!options_.names_failures) call.origin = CallOrigin::current().text(steps());
       const auto run = [&] {
         return issued(call, opts.timeout, [&] {
           if (checks_.compares(call.sequence)) checks_.compare(call, timeout_of(opts.timeout));

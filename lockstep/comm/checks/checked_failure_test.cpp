@@ -4,9 +4,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/checks/check_context.h"
@@ -71,6 +73,34 @@ TEST(CheckedFailure, BackendsTimeOutNamesOperationSequenceRanksAndSeconds) {
   EXPECT_THAT(outcome.text(), HasSubstr("rank 0: all_reduce(sum) of float32 [3, 4], collective 13 "
                                         "of group 'default', did not finish within 0.5 s"));
   EXPECT_TRUE(tells(outcome.failure(), Failure::Kind::late, 1));
+}
+
+/// After `before` shared collectives the ranks reduce tensors of 3 and 4 elements.
+std::vector<Outcome> differ(CheckedBackendOptions options, int before) {
+  options.steps = std::make_shared<const std::atomic<int64_t>>(11);
+  return run_gloo(2, options, [&](int rank, Backend& backend) {
+    for (int i = 0; i < before; ++i) all_reduce(backend, at::ones({2}))->wait();
+    const CallOrigin origin("gradients", "GradientAverager");
+    all_reduce(backend, at::ones({3 + rank}))->wait();
+  });
+}
+
+TEST(CheckedFailure, ADifferenceAfterTheComparedCallsNamesTheLevelThatComparesThemAll) {
+  const auto outcomes = differ(options_of(DebugLevel::info, 1'000), 10);
+  EXPECT_TRUE(std::any_of(outcomes.begin(), outcomes.end(), [](auto& rank) { return !rank.ok(); }));
+  for (const auto& outcome : outcomes) {
+    if (outcome.ok()) continue;
+    EXPECT_THAT(outcome.text(), HasSubstr("LOCKSTEP_DEBUG=detail"));
+    EXPECT_THAT(outcome.text(), HasSubstr("gradients of step 11, GradientAverager"));
+  }
+}
+
+TEST(CheckedFailure, AMismatchSaysWhatTheCallIsFor) {
+  for (const auto& outcome : differ(options_of(DebugLevel::detail), 0)) {
+    EXPECT_TRUE(outcome.is<MismatchError>()) << outcome.text();
+    EXPECT_THAT(outcome.text(), HasSubstr("float32 [3] (gradients of step 11, GradientAverager)"));
+    EXPECT_THAT(outcome.text(), HasSubstr("float32 [4] (gradients of step 11, GradientAverager)"));
+  }
 }
 
 TEST(CheckedFailure, SameAtDebugLevelOff) {

@@ -18,6 +18,11 @@ using Clock = std::chrono::steady_clock;
 /// A rank that dies may be seen a moment later than one that has left.
 constexpr std::chrono::milliseconds kDeathsAfterLeaves{150};
 
+/// Over most backends only a group's first calls are compared.
+constexpr const char* kSameCallsHint =
+    "Do all ranks make the same calls, with tensors of the same shapes, in loops of the same "
+    "length? LOCKSTEP_DEBUG=detail compares every call";
+
 struct Findings {
   const Clock::time_point begin = Clock::now();
   std::vector<int> ended;
@@ -85,7 +90,7 @@ Failure root_cause(CheckContext& context, const Findings& findings) {
   cause.text = (findings.seen ? describe(cause) + "; " : std::string()) + "no word from " +
                rank_list(findings.silent, context.names()) +
                (findings.silent.size() == 1 ? ", which" : ", who") +
-               " did not come, is lost or still waits";
+               " made another call, did not come, is lost or still waits";
   for (const int rank : findings.silent)
     cause.ranks.push_back(context.member(rank, Failure::Kind::late));
   return cause;
@@ -130,13 +135,15 @@ std::exception_ptr translate_failure(const std::exception_ptr& error, CheckConte
   const bool lost = !findings.ended.empty() || (findings.seen && !findings.seen->timed_out());
   if (is_lost(kind) || lost) {
     if (failure.timed_out()) failure.kind = Failure::Kind::unreachable;
-    return failure_error(text, failure);
+    const bool may_live =
+        failure.kind == Failure::Kind::unreachable || failure.kind == Failure::Kind::closed;
+    if (!may_live || failure.has(Failure::Kind::left)) return failure_error(text, failure);
+    return std::make_exception_ptr(
+        PeerLostError(text, std::string(kPeerLostHint) + ". " + kSameCallsHint, failure));
   }
   failure.kind = Failure::Kind::late;
-  return std::make_exception_ptr(TimeoutError(
-      text,
-      "do all ranks make the same calls? Else give a longer time-out, or LOCKSTEP_DEBUG=detail",
-      failure));
+  return std::make_exception_ptr(
+      TimeoutError(text, kSameCallsHint + std::string(". Else give a longer time-out"), failure));
 }
 
 std::exception_ptr short_wait_error(const CheckContext& context, const CallSignature& call,

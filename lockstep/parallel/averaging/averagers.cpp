@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/log.h"
@@ -106,6 +107,7 @@ void average_parameters(const std::vector<at::Tensor>& parameters, const Process
   for (const at::Tensor& parameter : parameters) flat.push_back(parameter.reshape({-1}));
   at::Tensor all = at::cat(flat);
   all.div_(group.size());
+  const CallOrigin origin("parameters", "average_parameters");
   group.all_reduce(all);
   int64_t offset = 0;
   for (const at::Tensor& parameter : parameters) {

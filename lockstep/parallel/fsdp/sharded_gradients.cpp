@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "lockstep/autograd/backward_hook.h"
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
@@ -199,6 +200,7 @@ void ShardedGradients::reduce(size_t index, bool wait) {
       first && staged.scalar_type() == shard.scalar_type() && staged.device() == shard.device();
   at::Tensor result =
       direct ? unit.gradient : at::empty({parameters_.units()[index].shard_size}, staged.options());
+  const CallOrigin origin("gradients", "FullyShardedDataParallel");
   Reduction reduction{index, staged, result, {}};
   if (wait) {
     parameters_.group().reduce_scatter_tensor(result, staged);

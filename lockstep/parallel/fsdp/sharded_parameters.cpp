@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/module_state.h"
@@ -292,6 +293,7 @@ void ShardedParameters::start_gather(size_t unit) {
   }
   at::Tensor whole = memory.view(dtype).narrow(0, 0, elements);
   state_[unit].buffer = memory;
+  const CallOrigin origin("parameters", "FullyShardedDataParallel");
   state_[unit].work = group_.all_gather_into_tensor_async(whole, shards_[unit].to(device_, dtype));
 }
 

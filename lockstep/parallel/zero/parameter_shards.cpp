@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/module_state.h"
 
@@ -148,6 +149,7 @@ void ParameterShards::share() {
     std::vector<Work> works;
     for (size_t i = 0; i < flats_.size(); ++i) {
       at::Tensor& flat = flats_[i];
+      const CallOrigin origin("parameters", "ZeRO");
       const auto& bounds = layout_[i].bounds;
       const auto of_rank = [&](int rank) {
         const auto r = static_cast<size_t>(rank);

@@ -6,6 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/check_equal.h"
 #include "lockstep/optim/dense_layout.h"
@@ -49,6 +50,7 @@ class OverlappedSteps {
       next.parameters.push_back(found->second);
     }
     next.gradients.div_(group.size());
+    const CallOrigin origin("gradients", "ZeroRedundancyOptimizer");
     next.work = group.all_reduce_async(next.gradients);
     finish_open();
     open_ = std::move(next);

@@ -1,3 +1,4 @@
+#include "lockstep/base/call_origin.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
 #include <ATen/Functions.h>
@@ -154,6 +155,7 @@ class ShardReducer : public detail::GradientReducer {
       for (int64_t rank = 0; rank < ranks; ++rank)
         pack(bucket, gradients, rank * share + begin, rank * share + begin + count,
              sent.source.narrow(0, rank * count, count));
+      const CallOrigin origin("gradients", "ZeRO");
       sent.target = mean.narrow(0, begin, count);
       sent.adds = has_means_;
       sent.result = narrowed || sent.adds ? at::empty({count}, sent_options) : sent.target;
