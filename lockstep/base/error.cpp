@@ -7,6 +7,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "lockstep/base/file_size_limit.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -18,6 +19,11 @@ std::string with_hint(const std::string& message, const std::string& hint) {
 
 /// What to do about an error that the call itself says nothing about.
 std::string hint_of(int errno_value) {
+  const auto most = file_size_limit();
+  if (errno_value == EFBIG && most) {
+    return "`ulimit -f` allows this process files and shared memory of " + human_bytes(*most) +
+           "; raise it";
+  }
   rlimit limit{};
   if (errno_value != EMFILE || ::getrlimit(RLIMIT_NOFILE, &limit) != 0) return {};
   return "`ulimit -n` allows this process " + std::to_string(limit.rlim_cur) +
@@ -71,7 +77,9 @@ void throw_late(const std::string& what, const std::vector<int>& ranks,
 PeerLeftError::PeerLeftError(const std::string& message, Failure failure)
     : PeerLostError(message,
                     "all ranks must make the same number of steps: all-reduce the criterion by "
-                    "which the loop ends. If the rank that left printed an error, look at that",
+                    "which the loop ends. Where it has the same length, the last calls may have "
+                    "differed: LOCKSTEP_DEBUG=detail compares every call. If the rank that left "
+                    "printed an error, look at that",
                     std::move(failure)) {}
 
 std::exception_ptr failure_error(const std::string& message, const Failure& failure) {

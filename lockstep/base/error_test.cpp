@@ -1,6 +1,7 @@
 #include "lockstep/base/error.h"
 
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <csignal>
 
@@ -30,6 +31,17 @@ TEST(Error, TooManyOpenFilesNameTheLimit) {
   EXPECT_EQ(std::string(SystemError("accept", ENOENT).what()).find("ulimit"), std::string::npos);
   EXPECT_NE(std::string(SystemError("accept", EMFILE, "own hint").what()).find("own hint"),
             std::string::npos);
+}
+
+TEST(Error, AFileThatIsTooLargeNamesTheLimit) {
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small = {3'000'000, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
+  const std::string text = SystemError("write", EFBIG).what();
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_NE(text.find("`ulimit -f` allows"), std::string::npos) << text;
+  EXPECT_NE(text.find("3.0 MB"), std::string::npos) << text;
 }
 
 TEST(Error, ExitCodes) {

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file_size_limit.h"
 #include "lockstep/base/log.h"
 #include "lockstep/base/temporary_folder.h"
 #include "lockstep/base/text.h"
@@ -142,6 +143,7 @@ std::string read_file(const fs::path& path, size_t most) {
 }
 
 void write_all(int fd, const void* data, size_t size, const fs::path& name) {
+  ignore_file_size_signal();
   const char* next = static_cast<const char*>(data);
   while (size > 0) {
     const ssize_t n = ::write(fd, next, size);

@@ -45,7 +45,7 @@ TEST(FileWriter, SaysWhereTheDiskIsFull) {
   struct rlimit before {};
   ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
   const struct rlimit small = {FileWriter::kBlock + 5000, before.rlim_max};
-  const auto handler = ::signal(SIGXFSZ, SIG_IGN);
+  const auto handler = ::signal(SIGXFSZ, SIG_DFL);
   ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &small), 0);
   const std::string bytes = bytes_of(6 * FileWriter::kBlock);
   FileWriter file(folder.path() / "x");

@@ -284,6 +284,20 @@ class Surroundings(BadInput):
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertEqual(result.stderr, "")
 
+    def test_a_limit_of_files_sizes_is_named(self):
+        """In blocks of 512 bytes. It counts for shared memory too, so `auto` takes Gloo."""
+        train = ("train", *self.SHORT, "--devices", 2)
+        result, _ = self.limited("ulimit -f 1000", *train)
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        for limit, words in ((1000, ("--backend", "shm")), (100, ("--checkpoint-dir", self.temporary()))):
+            result, _ = self.limited(f"ulimit -f {limit}", *train, *words)
+            self.assertEqual(result.returncode, 1, result.stderr)
+            self.assertIn("`ulimit -f` allows", result.stderr)
+            self.assertIn(" KB", result.stderr)
+        result, _ = self.limited("ulimit -f 100", "train", *self.SHORT, "--checkpoint-dir", self.temporary())
+        self.assertEqual(result.returncode, 1, result.stderr)
+        self.assertIn("`ulimit -f` allows", result.stderr)
+
     def test_a_rank_that_waits_for_others_says_how_many_have_come(self):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

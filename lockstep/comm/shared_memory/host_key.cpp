@@ -8,6 +8,7 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/file_size_limit.h"
 
 namespace lockstep {
 
@@ -22,6 +23,9 @@ std::string host_id() {
 }
 
 std::string host_key() {
+  // Of a group of some ten ranks.
+  constexpr uint64_t kLeastMemory = 1 << 30;
+  if (file_size_limit().value_or(kLeastMemory) < kLeastMemory) return {};
   if (!UniqueFd(memfd_create("lockstep", MFD_CLOEXEC))) return {};
   std::error_code ignored;
   const auto processes = std::filesystem::read_symlink("/proc/self/ns/pid", ignored).string();

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file_size_limit.h"
 #include "lockstep/base/process_identity.h"
 #include "lockstep/base/text.h"
 #include "lockstep/comm/shared_memory/futex.h"
@@ -24,6 +25,7 @@ std::string mebibytes(size_t bytes) {
 }
 
 UniqueFd make_memory(size_t bytes, size_t reserved) {
+  ignore_file_size_signal();
   UniqueFd fd(memfd_create("lockstep", MFD_CLOEXEC));
   if (!fd) throw SystemError("shared memory: memfd_create", errno, "use the backend gloo instead");
   if (fchmod(fd.get(), 0600) != 0 || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
