@@ -6,6 +6,7 @@
 #include <netinet/in.h>
 
 #include <algorithm>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <memory>
@@ -134,6 +135,17 @@ std::vector<ResolvedAddress> resolve_host(const std::string& host, milliseconds 
 std::string without_brackets(const std::string& host) {
   const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
   return bracketed ? host.substr(1, host.size() - 2) : host;
+}
+
+void check_host(const std::string& setting, const std::string& host) {
+  const auto is_of_name = [](unsigned char c) {
+    return std::isalnum(c) || c > 127 || std::strchr(".-_", c);
+  };
+  if (is_numeric_host(host) || std::all_of(host.begin(), host.end(), is_of_name)) return;
+  throw UsageError(
+      setting + "='" + host + "' is no host's name or address",
+      "one name or address of the host of rank 0, as in host0 or 10.0.0.1. A port has a "
+      "setting of its own");
 }
 
 bool is_numeric_host(const std::string& host) {

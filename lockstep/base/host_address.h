@@ -27,6 +27,10 @@ std::vector<ResolvedAddress> resolve_host(
 /// "::1" for "[::1]", the form of URLs; any other text as it is.
 std::string without_brackets(const std::string& host);
 
+/// Throws UsageError where `host`, which `setting` has, cannot be one name or address: a URL, two
+/// addresses, blanks, a port behind it. Asks no resolver. Takes no brackets.
+void check_host(const std::string& setting, const std::string& host);
+
 /// True for an address in numbers, which needs no resolver.
 bool is_numeric_host(const std::string& host);
 

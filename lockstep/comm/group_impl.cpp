@@ -330,10 +330,13 @@ std::shared_ptr<ProcessGroup::Impl> form_group(const std::shared_ptr<GroupContex
   if (me == global_ranks.end()) throw UsageError("form_group: this rank is not of the group");
   const int rank = static_cast<int>(me - global_ranks.begin());
   if (context->own_store.add(member_key(name, rank), 1) > 1) {
-    throw UsageError("rank " + std::to_string(context->rank) + " of group '" + name +
-                         "' was given to two processes (or the store still holds an earlier job)",
-                     "give each process a rank of its own; a file of file:// must be new for "
-                     "each job, and so must a port on which an old rank 0 may still listen");
+    throw UsageError(
+        "rank " + std::to_string(context->rank) + " of group '" + name +
+            "' was given to two processes (or the store still holds an earlier job)",
+        "give each process a rank of its own. A program that a rank has started "
+        "inherits the rank's variables: start it without RANK and WORLD_SIZE (env -u). "
+        "A file of file:// must be new for "
+        "each job, and so must a port on which an old rank 0 may still listen");
   }
   if (name != kDefaultGroup) await_ranks(context, name, global_ranks, member_key, kDidTheyStart);
   auto impl = std::make_shared<ProcessGroup::Impl>(context, name, global_ranks, rank, backend);

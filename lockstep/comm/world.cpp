@@ -305,8 +305,8 @@ World::Impl::Impl(const InitOptions& options) : context(std::make_shared<GroupCo
   job = plan.job;
   generation = generation_of(options, job);
   if (job.slurm_tasks > 1) {
-    log_info("init: 1 rank, as this is the shell of Slurm's " + job.slurm_allocation +
-             " and no step; srun starts its " + std::to_string(job.slurm_tasks) + " tasks");
+    log_info("init: 1 rank, as this is a shell in Slurm's " + job.slurm_allocation +
+             "; srun starts its " + std::to_string(job.slurm_tasks) + " tasks");
   }
   default_local_ranks(job);
   context->rank = job.rank;

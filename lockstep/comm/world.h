@@ -32,7 +32,7 @@ struct InitOptions {
   /// auto then takes no device into account: the tensors will be on the CPU.
   bool cpu_only = false;
   /// env://, tcp://host:port or file:///path; env:// reads torchrun's variables, else Slurm's, else
-  /// Open MPI's, else makes a group of one.
+  /// Open MPI's or another MPI launcher's, else makes a group of one.
   std::string init_method = "env://";
   int rank = -1;        ///< -1: from the URL (tcp://host:port?rank=0&world_size=2) or environment.
   int world_size = -1;  ///< Likewise.
@@ -87,7 +87,8 @@ class World {
   int local_rank() const;
   int local_size() const;
   int node_rank() const;
-  /// "torchrun", "lockstep", "slurm", "openmpi", "mpi" (a communicator), "explicit" or "none".
+  /// "torchrun", "lockstep", "slurm", "openmpi", "mpich" and others of read_job_environment, "mpi"
+  /// (a communicator), "explicit" or "none".
   const std::string& launcher() const;
   int64_t generation() const;
   /// `cuda:LOCAL_RANK` with nccl, else cpu.

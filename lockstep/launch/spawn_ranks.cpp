@@ -56,8 +56,8 @@ void tell_role(Role role, int nprocs, const SpawnCall& call) {
   }
   if (role != Role::parent) return;
   if (!job.slurm_allocation.empty()) {
-    log_info(begin + "they start on this host, as this is the shell of Slurm's " +
-             job.slurm_allocation + " and no step; srun starts ranks on all its hosts");
+    log_info(begin + "they start on this host, as this is a shell in Slurm's " +
+             job.slurm_allocation + "; srun starts ranks on all its hosts");
   } else if (job.launcher == "slurm") {
     log_info(begin + "they start on this host, as this is the only task of a Slurm step");
   }
@@ -105,8 +105,10 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
                      "expected 0 or more, and 0 with several hosts");
   }
   layout.run_id = random_hex(16);
-  const auto port = options.master_port != 0 ? std::optional<int64_t>(options.master_port)
-                                             : env_int("MASTER_PORT", 1, 65535);
+  const bool of_a_service = is_service_port(env_string("MASTER_PORT").value_or(""));
+  const auto variable = of_a_service ? std::nullopt : env_int("MASTER_PORT", 1, 65535);
+  const auto port =
+      options.master_port != 0 ? std::optional<int64_t>(options.master_port) : variable;
   auto address =
       !options.master_addr.empty() ? std::optional(options.master_addr) : env_string("MASTER_ADDR");
   // Nobody else can come there: the variable is left over from another job.
@@ -115,9 +117,11 @@ RankLayout layout_of(int nprocs, const SpawnOptions& options, const std::string&
   if (left_over) address.reset();
   if (!layout.agent_store && (!address || !port)) {
     throw UsageError("several hosts, but no address of rank 0",
-                     "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT");
+                     "give its address and port in SpawnOptions, or MASTER_ADDR and MASTER_PORT" +
+                         std::string(of_a_service ? ", which is a Kubernetes Service's here" : ""));
   }
   layout.master_addr = without_brackets(address.value_or("127.0.0.1"));
+  check_host("MASTER_ADDR or SpawnOptions::master_addr", layout.master_addr);
   layout.master_port = static_cast<uint16_t>(port.value_or(0));
   layout.port_setting = options.master_port_flag.empty()
                             ? "MASTER_PORT or SpawnOptions::master_port"

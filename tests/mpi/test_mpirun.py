@@ -8,6 +8,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import struct
 import tempfile
@@ -166,6 +167,35 @@ class Launch(unittest.TestCase):
         program = t.BUILD_DIR / "tests" / "lockstep_mpi_communicator_rank"
         self.assertEqual(self.run_ok(5, program, "multiple", "mpi", "shm").split(), ["ok"] * 5)
         self.assertEqual(self.run_ok(4, program, "funneled", "auto", "gloo").split(), ["ok"] * 4)
+
+
+class Mpich(unittest.TestCase):
+    """MPICH's mpiexec (Hydra). Debian has it beside Open MPI's mpirun."""
+
+    @classmethod
+    def setUpClass(cls):
+        if not shutil.which("mpiexec.hydra"):
+            raise unittest.SkipTest("no mpiexec.hydra: install mpich")
+
+    def mpiexec(self, ranks, *words, **variables):
+        return t.run("mpiexec.hydra", "-np", ranks, *words, check=False, env=t.clean_environment(**variables))
+
+    def test_its_ranks_are_one_job(self):
+        short = (*TRAIN, "--limit-train-batches", 3)
+        for words in (short, ("sh", "-c", 'exec "$@"', "sh", *short)):
+            result = self.mpiexec(2, *words)
+            self.assertEqual(result.returncode, 0, result.stderr)
+            self.assertIn("2 ranks over shm on cpu", result.stdout)
+            self.assertEqual(result.stdout.count("test accuracy"), 1)
+        quickstart = t.BUILD_DIR / "examples" / "quickstart" / "distributed"
+        if quickstart.exists():
+            self.assertEqual(self.mpiexec(2, quickstart).stdout.count("epoch 1: accuracy"), 2)
+
+    def test_over_another_mpi_it_is_an_error(self):
+        if HAS_MPI:
+            result = self.mpiexec(2, *TRAIN, "--backend", "mpi")
+            self.assertNotEqual(result.returncode, 0)
+            self.assertIn("mpirun", result.stdout + result.stderr)
 
 
 AGENT = """#!/bin/sh

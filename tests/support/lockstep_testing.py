@@ -55,7 +55,7 @@ def torch_is_the_linked_one():
 
 def clean_environment(**extra):
     """The environment without any launcher's variables, with one thread a process."""
-    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMIX_", "LOCKSTEP_")
+    drop = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "LOCKSTEP_")
     env = {k: v for k, v in os.environ.items() if not k.startswith(drop) or k == "LOCKSTEP_DATA_DIR"}
     env.update({"OMP_NUM_THREADS": "1", **{k: str(v) for k, v in extra.items()}})
     return env

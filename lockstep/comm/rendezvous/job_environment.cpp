@@ -1,9 +1,14 @@
 #include "lockstep/comm/rendezvous/job_environment.h"
 
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <filesystem>
 #include <regex>
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
 #include "lockstep/base/hash.h"
 #include "lockstep/base/host_address.h"
 #include "lockstep/base/text.h"
@@ -105,6 +110,18 @@ int tasks_on_node(const std::string& text, int node) {
   return -1;
 }
 
+/// The shell of `srun --pty bash`, for a person. The step's other tasks read nothing and have
+/// ended.
+bool is_shell_of_step(const Lookup& lookup) {
+  const auto task = lookup("SLURM_TASK_PID");
+  const auto pid = task ? parse_int(*task) : std::nullopt;
+  const std::string file = "/proc/" + std::to_string(pid.value_or(0)) + "/cmdline";
+  if (!pid || !lookup("SLURM_PTY_PORT") || !std::filesystem::exists(file)) return false;
+  static const std::regex shell(R"(-?[^\0]*sh\0(-[a-zA-Z-]*\0)*)");
+  const std::string words = read_file(file);
+  return std::regex_match(words, shell) && words.find(std::string("-c\0", 3)) == std::string::npos;
+}
+
 bool is_step_number(const std::string& text) {
   // slurm.h: the steps of batch scripts, interactive shells and the like have the last numbers.
   constexpr int64_t kFirstOfSlurmsOwn = 0xfffffff0;
@@ -113,10 +130,9 @@ bool is_step_number(const std::string& text) {
 }
 
 std::optional<Claim> slurm_claim(const Variables& env) {
+  if (!env.has("SLURM_PROCID") || !env.in_slurm_step()) return std::nullopt;
   const auto size_name = env.first_of({"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"});
-  if (!env.has("SLURM_PROCID") || !size_name) return std::nullopt;
-  if (!env.in_slurm_step()) return std::nullopt;
-  Claim claim = claim_of("slurm", env, "SLURM_PROCID", *size_name);
+  Claim claim = claim_of("slurm", env, "SLURM_PROCID", size_name.value_or("SLURM_NTASKS"));
   claim.job.local_rank = env.number_or_unknown("SLURM_LOCALID", 0);
   claim.job.node_rank = env.number_or_unknown("SLURM_NODEID", 0);
   if (const auto name = env.first_of({"SLURM_STEP_NUM_NODES", "SLURM_NNODES"})) {
@@ -127,7 +143,7 @@ std::optional<Claim> slurm_claim(const Variables& env) {
   if (tasks && claim.job.node_rank >= 0) {
     claim.job.local_size = tasks_on_node(*env.text(*tasks), claim.job.node_rank);
   }
-  if (claim.nodes == 1) claim.job.local_size = *claim.size;
+  if (claim.nodes == 1 && claim.size) claim.job.local_size = *claim.size;
   return claim;
 }
 
@@ -142,6 +158,55 @@ std::optional<Claim> openmpi_claim(const Variables& env) {
     claim.job.node_rank = 0;
   }
   return claim;
+}
+
+/// A launcher of which no more than its variables is known.
+struct PlainLauncher {
+  const char *name, *rank, *size, *local_rank, *local_size, *nodes, *job;
+};
+// What says most comes first: several of them set PMI's variables, too.
+constexpr PlainLauncher kPlainLaunchers[] = {
+    {"jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK",
+     "JSM_NAMESPACE_LOCAL_SIZE", "", "LSB_JOBID"},
+    {"flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_NNODES",
+     "FLUX_JOB_ID"},
+    {"mvapich2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+     "MV2_COMM_WORLD_LOCAL_SIZE", "", "MPIRUN_ID"},
+    {"pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "", "PALS_APID"},
+    {"mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", "PMI_JOBID"},
+    // PMIx tells the size to its clients alone. Whoever knows it may set WORLD_SIZE.
+    {"pmix", "PMIX_RANK", "WORLD_SIZE", "", "", "", "PMIX_NAMESPACE"}};
+
+const PlainLauncher* plain_launcher(const std::string& name) {
+  const auto* found = std::find_if(std::begin(kPlainLaunchers), std::end(kPlainLaunchers),
+                                   [&](const auto& one) { return one.name == name; });
+  return found == std::end(kPlainLaunchers) ? nullptr : found;
+}
+
+std::optional<Claim> plain_claim(const Variables& env) {
+  for (const auto& one : kPlainLaunchers) {
+    if (!env.has(one.rank)) continue;
+    // Slurm gives PMI's and PMIx's variables to an allocation's shell, too.
+    if (env.has("SLURM_JOB_ID") && !env.in_slurm_step() && !env.has(one.local_rank)) continue;
+    Claim claim = claim_of(one.name, env, one.rank, one.size);
+    claim.job.local_rank = env.number_or_unknown(one.local_rank, 0);
+    claim.job.local_size = env.number_or_unknown(one.local_size, 1);
+    claim.nodes = env.number_or_unknown(one.nodes, 1);
+    if (claim.nodes == 1 && claim.size) claim.job.local_size = *claim.size;
+    if (claim.size && claim.job.local_size == *claim.size) claim.job.node_rank = 0;
+    return claim;
+  }
+  return std::nullopt;
+}
+
+/// The process that has started all ranks of this host, by the socket on which it serves them.
+std::optional<std::string> starter_of_host(const Variables& env) {
+  const auto fd = env.number("PMI_FD", 0);
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  if (!fd || getsockopt(*fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0)
+    return std::nullopt;
+  return std::to_string(peer.pid);
 }
 
 [[noreturn]] void throw_contradiction(const Claim& a, const Claim& b) {
@@ -169,6 +234,10 @@ std::optional<Claim> decide(const Variables& env) {
   for (auto read : {torchrun_claim, slurm_claim, openmpi_claim}) {
     if (auto claim = read(env)) claims.push_back(std::move(*claim));
   }
+  // PMIx's rank alone says nothing new to one who knows rank and size.
+  if (auto claim = plain_claim(env))
+    if (claim->complete() || claims.empty() || !claims.front().complete())
+      claims.push_back(std::move(*claim));
   if (claims.empty()) return std::nullopt;
   Claim claim = claims.front();
   // torchrun and `lockstep run` start their workers within whatever started them.
@@ -190,10 +259,12 @@ std::optional<Claim> decide(const Variables& env) {
 void check_range(const Claim& claim) {
   if (!claim.complete()) {
     const bool lacks_rank = !claim.rank;
-    throw UsageError("environment variable " + (lacks_rank ? claim.rank_name : claim.size_name) +
-                         " is not set, but " + (lacks_rank ? claim.size_name : claim.rank_name) +
-                         " is",
-                     "set both, or start the program by `lockstep run` or torchrun, which do");
+    throw UsageError(
+        "environment variable " + (lacks_rank ? claim.rank_name : claim.size_name) +
+            " is not set, but " + (lacks_rank ? claim.size_name : claim.rank_name) +
+            " is: " + claim.job.launcher + " has started this process as a rank",
+        "set both, or start the program by `lockstep run` or torchrun, which do. For a "
+        "job of this process alone unset what is there");
   }
   if (*claim.rank >= *claim.size) {
     throw UsageError("rank out of range: " + claim.text() + ", where ranks go from 0 to " +
@@ -255,19 +326,38 @@ void read_openmpi_master(const Variables& env, JobEnvironment& job) {
   if (job.master_port == 0) job.master_port = id ? derived_port(*env.text(*id)) : kDefaultPort;
 }
 
+// On one host all derive a port from what numbers the job there.
+void read_plain_master(const Variables& env, const PlainLauncher& launcher, JobEnvironment& job) {
+  if (job.master_addr.empty() && job.single_host) job.master_addr = "127.0.0.1";
+  if (job.master_port != 0) return;
+  auto id = env.text(launcher.job);
+  if (!id && job.single_host) id = starter_of_host(env);
+  if (id) job.master_port = derived_port(launcher.name + *id);
+  if (!id && !job.single_host) job.master_port = kDefaultPort;
+}
+
 void read_master(const Variables& env, JobEnvironment& job) {
+  const auto port = env.text("MASTER_PORT");
+  const bool of_a_service = port && is_service_port(*port);
+  if (port && !of_a_service)
+    job.master_port = static_cast<uint16_t>(env.number("MASTER_PORT", 1, 65535).value());
   if (const auto address = env.text("MASTER_ADDR")) job.master_addr = without_brackets(*address);
-  if (const auto port = env.number("MASTER_PORT", 1, 65535)) {
-    job.master_port = static_cast<uint16_t>(*port);
-  }
   if (job.world_size == 1 && !job.agent_store) return;
+  if (!job.master_addr.empty()) check_host("environment variable MASTER_ADDR", job.master_addr);
+  if (const auto* launcher = plain_launcher(job.launcher)) read_plain_master(env, *launcher, job);
   if (job.launcher == "slurm") return read_slurm_master(env, job);
   if (job.launcher == "openmpi") return read_openmpi_master(env, job);
   for (const bool missing_port : {false, true}) {
     if (missing_port ? job.master_port != 0 : !job.master_addr.empty()) continue;
+    if (missing_port && of_a_service)
+      throw UsageError("environment variable MASTER_PORT=" + *port +
+                           " is no port: Kubernetes sets it for a Service named 'master'",
+                       "set MASTER_PORT in the pod's own env, name the Service otherwise, or give "
+                       "the pod enableServiceLinks: false");
     throw UsageError(
         std::string("environment variable ") + (missing_port ? "MASTER_PORT" : "MASTER_ADDR") +
-            " is not set: the ranks of a job of " + std::to_string(job.world_size) + " meet there",
+            " is not set: the ranks of a job of " + std::to_string(job.world_size) +
+            " meet there, and the variables of their launcher (" + job.launcher + ") do not tell",
         "set it to where rank 0 listens, or start the program by `lockstep run` or "
         "torchrun, which do");
   }
@@ -275,7 +365,12 @@ void read_master(const Variables& env, JobEnvironment& job) {
 
 }  // namespace
 
+bool is_service_port(const std::string& text) {
+  return text.starts_with("tcp://");
+}
+
 bool is_slurm_step(const Lookup& lookup) {
+  if (is_shell_of_step(lookup)) return false;
   for (const char* name : {"SLURM_STEP_ID", "SLURM_STEPID"}) {
     if (const auto number = lookup(name)) return is_step_number(*number);
   }

@@ -9,7 +9,9 @@ namespace lockstep {
 
 /// This process's place in its job, as the launcher's variables say it.
 struct JobEnvironment {
-  std::string launcher = "none";  ///< "torchrun", "lockstep", "slurm", "openmpi", "mpi", "none"
+  /// "torchrun", "lockstep", "slurm", "openmpi", "mpich" (all of PMI, such as Intel MPI),
+  /// "mvapich2", "pals", "flux", "jsrun", "pmix", "mpi", "none".
+  std::string launcher = "none";
   int rank = 0;
   int world_size = 1;
   int local_rank = -1;      ///< -1: not said.
@@ -46,13 +48,19 @@ using Lookup = std::function<std::optional<std::string>(const std::string&)>;
 /// True for a task that srun has started: SLURM_STEP_ID is the number of its step. The shells that
 /// sbatch and salloc start have the variables of a task as well (SLURM_PROCID=0), but no step. An
 /// interactive step, by which salloc may start its shell, has none or one of Slurm's own numbers.
+/// The shell of `srun --pty bash` counts as no task either: nobody is there but task 0.
 bool is_slurm_step(const Lookup& lookup);
 
-/// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else a group
-/// of one. What one launcher leaves out another may say. Slurm's variables count in a step only,
-/// see is_slurm_step. Where two launchers disagree about rank or size, that is a UsageError naming
-/// the variables, except where RANK comes from torchrun or `lockstep run`, which may themselves run
-/// under the other.
+/// A Service of Kubernetes named "master" gives MASTER_PORT=tcp://10.0.0.1:80 to all pods.
+bool is_service_port(const std::string& text);
+
+/// Reads torchrun's variables (RANK, WORLD_SIZE, ...), else Slurm's, else Open MPI's, else those of
+/// other launchers (PMI, ...), else a group of one. Where a launcher says a rank and no size, or
+/// not where the ranks meet, that is a UsageError naming it: never a group of one. What one
+/// launcher leaves out another may say. Slurm's variables count in a step only, see is_slurm_step.
+/// Where two launchers disagree about rank or size, that is a UsageError naming the variables,
+/// except where RANK comes from torchrun or `lockstep run`, which may themselves run under the
+/// other.
 ///
 /// Throws UsageError too for a missing or malformed variable and a rank out of range.
 JobEnvironment read_job_environment(const Lookup& lookup);

@@ -2,10 +2,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <spawn.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <map>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/file.h"
+#include "lockstep/base/poll_pause.h"
 
 namespace lockstep {
 namespace job_environment_test {
@@ -184,6 +190,160 @@ TEST(JobEnvironment, OpenMpiOnSeveralHostsHasNoFolderThatAllSee) {
   EXPECT_EQ(named.master_addr, "node1");
   EXPECT_TRUE(named.master_unknown);
   EXPECT_NE(named.master_port, 0);
+}
+
+/// As Hydra starts ranks, at a socket of its own.
+struct HydraRank {
+  int sockets[2] = {-1, -1};
+  Map variables;
+  HydraRank() {
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets), 0);
+    variables = {{"PMI_RANK", "1"},
+                 {"PMI_SIZE", "2"},
+                 {"MPI_LOCALRANKID", "1"},
+                 {"MPI_LOCALNRANKS", "2"},
+                 {"PMI_FD", std::to_string(sockets[0])}};
+  }
+  ~HydraRank() {
+    for (const int fd : sockets) ::close(fd);
+  }
+};
+
+TEST(JobEnvironment, ReadsMpich) {
+  const HydraRank first, second;
+  const auto job = read(first.variables);
+  EXPECT_EQ(job.launcher, "mpich");
+  EXPECT_EQ(job.rank, 1);
+  EXPECT_EQ(job.world_size, 2);
+  EXPECT_EQ(job.local_rank, 1);
+  EXPECT_EQ(job.local_size, 2);
+  EXPECT_TRUE(job.single_host);
+  EXPECT_TRUE(job.started_as_rank());
+  EXPECT_EQ(job.master_addr, "127.0.0.1");
+  EXPECT_EQ(job.master_port,
+            read(with(second.variables, {{"PMI_RANK", "0"}, {"MPI_LOCALRANKID", "0"}})).master_port)
+      << "ranks of one host have one starter";
+}
+
+TEST(JobEnvironment, MpichOnSeveralHostsNeedsAnAddress) {
+  const HydraRank rank;
+  const Map hosts = with(rank.variables, {{"MPI_LOCALNRANKS", "1"}, {"MPI_LOCALRANKID", "0"}});
+  EXPECT_THAT(failure(hosts), AllOf(HasSubstr("MASTER_ADDR"), HasSubstr("mpich")));
+  const auto job = read(with(hosts, {{"MASTER_ADDR", "node1"}}));
+  EXPECT_EQ(job.master_addr, "node1");
+  EXPECT_EQ(job.master_port, 29500);
+  const Map blind = with(rank.variables, {{"PMI_FD", "1000000"}});
+  EXPECT_THAT(failure(blind), AllOf(HasSubstr("MASTER_PORT"), HasSubstr("mpich")));
+}
+
+TEST(JobEnvironment, ReadsOtherLaunchers) {
+  const std::pair<std::string, Map> launchers[] = {{"jsrun",
+                                                    {{"JSM_NAMESPACE_RANK", "1"},
+                                                     {"JSM_NAMESPACE_SIZE", "2"},
+                                                     {"JSM_NAMESPACE_LOCAL_SIZE", "2"},
+                                                     {"LSB_JOBID", "7"}}},
+                                                   {"flux",
+                                                    {{"FLUX_TASK_RANK", "1"},
+                                                     {"FLUX_JOB_SIZE", "2"},
+                                                     {"FLUX_JOB_NNODES", "1"},
+                                                     {"FLUX_JOB_ID", "7"}}},
+                                                   {"mvapich2",
+                                                    {{"MV2_COMM_WORLD_RANK", "1"},
+                                                     {"MV2_COMM_WORLD_SIZE", "2"},
+                                                     {"MV2_COMM_WORLD_LOCAL_SIZE", "2"},
+                                                     {"MPIRUN_ID", "7"}}},
+                                                   {"pals",
+                                                    {{"PALS_RANKID", "1"},
+                                                     {"PMI_RANK", "1"},
+                                                     {"PMI_SIZE", "2"},
+                                                     {"PALS_LOCAL_SIZE", "2"},
+                                                     {"PALS_APID", "7"}}}};
+  for (const auto& [name, variables] : launchers) {
+    const auto job = read(variables);
+    EXPECT_EQ(job.launcher, name);
+    EXPECT_EQ(job.rank, 1) << name;
+    EXPECT_EQ(job.world_size, 2) << name;
+    EXPECT_TRUE(job.single_host) << name;
+    EXPECT_EQ(job.master_addr, "127.0.0.1") << name;
+    EXPECT_GE(job.master_port, 1024) << name;
+  }
+}
+
+TEST(JobEnvironment, ARankWithoutASizeIsNoJobOfOne) {
+  const std::pair<std::string, Map> ranks[] = {
+      {"slurm", {{"SLURM_PROCID", "1"}, {"SLURM_STEP_ID", "0"}, {"SLURM_JOB_ID", "4711"}}},
+      {"pmix", {{"PMIX_RANK", "1"}, {"PMIX_NAMESPACE", "job"}}},
+      {"mpich", {{"PMI_RANK", "1"}}},
+      {"pals", {{"PALS_RANKID", "1"}}},
+      {"flux", {{"FLUX_TASK_RANK", "1"}}}};
+  for (const auto& [name, variables] : ranks) EXPECT_THAT(failure(variables), HasSubstr(name));
+  const auto told = read(
+      {{"PMIX_RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "node1"}, {"MASTER_PORT", "4000"}});
+  EXPECT_EQ(told.rank, 1);
+  EXPECT_EQ(told.world_size, 2);
+}
+
+TEST(JobEnvironment, AllocationsShellsHavePmisVariablesToo) {
+  const Map pmi = {{"PMI_RANK", "0"}, {"PMI_SIZE", "4"}, {"PMIX_RANK", "0"}};
+  EXPECT_EQ(read(with(kBatchShell, pmi)).launcher, "none");
+  const HydraRank hydra;
+  EXPECT_EQ(read(with(kBatchShell, hydra.variables)).launcher, "mpich");
+  EXPECT_EQ(read(with(kSlurm, {{"PMI_RANK", "3"}, {"PMI_SIZE", "5"}})).launcher, "slurm");
+  EXPECT_EQ(read(with(kOpenMpi, {{"PMIX_RANK", "1"}})).launcher, "openmpi");
+}
+
+/// What `srun -n5 --pty WORDS` gives to those that its first task starts.
+Map task_with_terminal(pid_t task) {
+  return with(kSlurm, {{"SLURM_PROCID", "0"},
+                       {"SLURM_LOCALID", "0"},
+                       {"SLURM_NODEID", "0"},
+                       {"SLURM_PTY_PORT", "40001"},
+                       {"SLURM_TASK_PID", std::to_string(task)}});
+}
+
+TEST(JobEnvironment, TheShellOfAStepForAPersonIsNoRank) {
+  const auto task_of = [](std::vector<const char*> words) {
+    words.push_back(nullptr);
+    int input[2];
+    EXPECT_EQ(pipe(input), 0);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, input[0], STDIN_FILENO);
+    posix_spawn_file_actions_addclose(&actions, input[1]);
+    pid_t pid = 0;
+    EXPECT_EQ(posix_spawn(&pid, "/bin/sh", &actions, nullptr,
+                          const_cast<char* const*>(words.data()), environ),
+              0);
+    posix_spawn_file_actions_destroy(&actions);
+    const std::string words_of_task = "/proc/" + std::to_string(pid) + "/cmdline";
+    for (PollPause pause; first_line(words_of_task).empty();) pause.sleep();  // It is within exec.
+    const auto job = read(task_with_terminal(pid));
+    ::close(input[0]);
+    ::close(input[1]);
+    EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+    return job;
+  };
+  const auto shell = task_of({"-sh", "-i"});
+  EXPECT_EQ(shell.launcher, "none");
+  EXPECT_FALSE(shell.started_as_rank());
+  EXPECT_EQ(shell.slurm_allocation, "allocation 4711");
+  EXPECT_EQ(task_of({"sh", "-c", "read line; true"}).launcher, "slurm") << "each task has it";
+  EXPECT_EQ(read(task_with_terminal(getpid())).launcher, "slurm") << "the program itself";
+}
+
+TEST(JobEnvironment, AServicesPortIsNone) {
+  const Map service = {{"MASTER_PORT", "tcp://10.0.0.1:80"}};
+  EXPECT_EQ(read(service).world_size, 1);
+  EXPECT_EQ(read(with(kSlurm, service)).master_port, read(kSlurm).master_port);
+  EXPECT_THAT(failure(with(kTorchrun, service)), HasSubstr("Service"));
+}
+
+TEST(JobEnvironment, AnAddressOfSeveralPartsIsNone) {
+  for (const char* wrong : {"a,b", "a b", "http://a", "a:29500", "a/b"})
+    EXPECT_THAT(failure(with(kTorchrun, {{"MASTER_ADDR", wrong}})),
+                AllOf(HasSubstr("MASTER_ADDR"), HasSubstr(wrong)));
+  for (const char* right : {"node-1.example_2.org", "10.0.0.1", "[::1]", "fe80::1"})
+    EXPECT_EQ(failure(with(kTorchrun, {{"MASTER_ADDR", right}})), "no error") << right;
 }
 
 TEST(JobEnvironment, TorchrunUnderSlurmIsNoContradiction) {
