@@ -173,6 +173,36 @@ UniqueFd connect_to(const std::string& host, uint16_t port, milliseconds timeout
                      "does a firewall stand between?");
 }
 
+std::string what_answers(const std::string& host, uint16_t port) {
+  constexpr milliseconds kPatience{1'000};
+  constexpr size_t kMost = 80;
+  std::string heard;
+  try {
+    const UniqueFd fd = connect_to(host, port, kPatience);
+    const std::string request = "GET / HTTP/1.0\r\n\r\n";
+    send(fd.get(), request.data(), request.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    const auto deadline = Clock::now() + kPatience;
+    while (heard.size() < kMost && heard.find('\n') == std::string::npos) {
+      char bytes[kMost];
+      pollfd entry{fd.get(), POLLIN, 0};
+      if (poll(&entry, 1, static_cast<int>(time_left(deadline).count())) == 0)
+        return "what answers there says nothing";
+      const ssize_t got = recv(fd.get(), bytes, sizeof bytes, MSG_DONTWAIT);
+      if (got <= 0) break;
+      heard.append(bytes, static_cast<size_t>(got));
+    }
+  } catch (const CommError&) {
+    return "nobody answers there now";
+  }
+  heard = heard.substr(0, std::min(kMost, heard.find_first_of("\r\n")));
+  std::replace_if(
+      heard.begin(), heard.end(), [](char c) { return c < ' ' || c > '~'; }, '?');
+  if (heard.empty())
+    return "what answers there hangs up on strangers, as a store of torchrun's or of another job "
+           "does";
+  return "what answers there says '" + heard + "'";
+}
+
 UniqueFd accept_from(int listener, milliseconds timeout) {
   const auto deadline = Clock::now() + timeout;
   while (true) {

@@ -56,6 +56,10 @@ std::string bound_host(int fd);
 /// and the last reason, CommError when it does not resolve.
 UniqueFd connect_to(const std::string& host, uint16_t port, std::chrono::milliseconds timeout);
 
+/// For messages: what answers at host:port in place of what was expected there. "what answers there
+/// says 'SSH-2.0-OpenSSH_9.2'". Takes a second or two at most.
+std::string what_answers(const std::string& host, uint16_t port);
+
 /// One connection that is waiting, or comes within `timeout`. Null when none does. Reads and writes
 /// on it do not block. Throws SystemError.
 UniqueFd accept_from(int listener, std::chrono::milliseconds timeout);

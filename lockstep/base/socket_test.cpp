@@ -6,6 +6,8 @@
 #include <ifaddrs.h>
 #include <netinet/in.h>
 
+#include <thread>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/host_address.h"
 
@@ -97,6 +99,24 @@ TEST(ListenOn, AnAddressOfAnotherMachineIsRefusedOrMeansAll) {
   ListenOptions options;
   options.else_all = true;
   EXPECT_TRUE(is_on_all(listen_on(other, 0, options)));
+}
+
+TEST(WhatAnswers, SaysTheFirstLine) {
+  const UniqueFd listener = listen_on("127.0.0.1", 0);
+  const auto answer = [&](const std::string& words) {
+    std::thread server([&] {
+      const UniqueFd fd = accept_from(listener.get(), milliseconds(10'000));
+      send(fd.get(), words.data(), words.size(), MSG_NOSIGNAL);
+      shutdown(fd.get(), SHUT_WR);
+    });
+    const auto said = what_answers("127.0.0.1", bound_port(listener.get()));
+    server.join();
+    return said;
+  };
+  EXPECT_THAT(answer("SSH-2.0-OpenSSH_9.2\r\nmore"),
+              AllOf(HasSubstr("'SSH-2.0-OpenSSH_9.2'"), ::testing::Not(HasSubstr("more"))));
+  EXPECT_THAT(answer("-ERR \x1b[31m"), HasSubstr("'-ERR ?[31m'"));
+  EXPECT_THAT(answer(""), HasSubstr("hangs up"));
 }
 
 TEST(ListenAsMaster, OfSeveralHostsANameMeansAllInterfaces) {

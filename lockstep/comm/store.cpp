@@ -115,7 +115,8 @@ Store make_store(const std::string& host, const c10d::TCPStoreOptions& options,
     return wrap_store(LimitedTcpStore::make(host, options, limit));
   } catch (const std::exception&) {
     throw CommError("store at " + host + ":" + std::to_string(options.port) + ": " +
-                    failure_text(std::current_exception()));
+                    failure_text(std::current_exception()) +
+                    (options.isServer ? "" : "; " + what_answers(host, options.port)));
   }
 }
 

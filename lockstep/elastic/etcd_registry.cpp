@@ -6,7 +6,11 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
+#include "lockstep/base/host_address.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/socket.h"
 #include "lockstep/base/text.h"
 #include "lockstep/elastic/event_queue.h"
 #include "lockstep/elastic/gateway.h"
@@ -36,6 +40,19 @@ void check(const EtcdRegistryOptions& options) {
     throw UsageError("registry: a certificate and its key belong together");
 }
 
+/// In a row, before it is told: a registry that ends or begins may break off some.
+constexpr size_t kManyHangUps = 20;
+
+/// It is ssh or the like.
+bool is_no_http(CURLcode code) {
+  return code == CURLE_UNSUPPORTED_PROTOCOL || code == CURLE_WEIRD_SERVER_REPLY;
+}
+
+/// As torchrun's store does, or redis, or a proxy whose server is not up yet.
+bool is_hang_up(CURLcode code) {
+  return code == CURLE_GOT_NOTHING || code == CURLE_RECV_ERROR;
+}
+
 /// How a try ended.
 struct Verdict {
   enum class Kind {
@@ -49,6 +66,7 @@ struct Verdict {
   std::string problem{};
   Json answer{};
   const char* hint = "";  ///< What the user may do about it.
+  bool hung_up = false;
 };
 
 constexpr const char* kSameToken =
@@ -68,7 +86,7 @@ Verdict::Kind kind_of_error(int status, int64_t grpc) {
   if (code == GrpcCode::unauthenticated || status == 401) return Verdict::Kind::no_credentials;
   if (code == GrpcCode::permission_denied || status == 403) return Verdict::Kind::refused;
   const bool passes =
-      grpc == 0 ? status >= 500 || status == 408 || status == 429
+      grpc == 0 ? (status >= 500 && status != 501) || status == 408 || status == 429
                 : std::find(std::begin(kMayPass), std::end(kMayPass), code) != std::end(kMayPass);
   return passes ? Verdict::Kind::may_pass : Verdict::Kind::invalid;
 }
@@ -82,7 +100,7 @@ struct Operation {
   EtcdMessage message{};
   Clock::time_point deadline = Clock::time_point::max();
   Clock::time_point next_try{};
-  size_t tries = 0, refusals = 0;
+  size_t tries = 0, refusals = 0, hang_ups = 0;
   std::string problem{};  ///< Of the last try.
   // Of the try that is under way.
   std::unique_ptr<HttpTransfer> transfer{};
@@ -276,7 +294,11 @@ class EtcdRegistry : public Registry {
     using Kind = Verdict::Kind;
     const HttpTransfer& transfer = *operation.transfer;
     if (code != CURLE_OK)
-      return {is_tls_problem(code) ? Kind::refused : Kind::may_pass, transfer.problem(code)};
+      return {.kind = is_tls_problem(code) || (options_.embedded && is_no_http(code))
+                          ? Kind::refused
+                          : Kind::may_pass,
+              .problem = transfer.problem(code),
+              .hung_up = is_hang_up(code)};
     const int status = transfer.status();
     const std::string with_status = " (HTTP status " + std::to_string(status) + ")";
     if (operation.purpose == Purpose::stream && status == 200)
@@ -322,6 +344,10 @@ class EtcdRegistry : public Registry {
     const bool refuses = verdict.kind == Kind::refused || verdict.kind == Kind::no_credentials;
     const bool often =
         refuses && ++operation.refusals >= std::max(kMostRefusals, options_.endpoints.size());
+    operation.hang_ups = verdict.hung_up ? operation.hang_ups + 1 : 0;
+    if (options_.embedded && cluster_.empty() && operation.hang_ups == kManyHangUps &&
+        !std::exchange(told_hang_ups_, true))
+      log_warning(other_program().what());
     if (often || verdict.kind == Kind::invalid)
       return fail(operation, ErrorKind::refused, verdict.hint);
     const bool round_is_over = ++operation.tries % options_.endpoints.size() == 0;
@@ -349,6 +375,15 @@ class EtcdRegistry : public Registry {
     return true;
   }
 
+  RegistryError other_program() const {
+    const std::string& url = options_.endpoints.front();
+    const auto [host, port] = parse_endpoint(url.substr(url.find("://") + 3)).value();
+    return {ErrorKind::refused,
+            "another program than `lockstep run` has port " + std::to_string(port) + " of " + host +
+                ": " + what_answers(without_brackets(host), port),
+            "end it, or give all hosts another --master-port (--rdzv-endpoint)"};
+  }
+
   void fail(Operation& operation, ErrorKind kind, const char* hint) {
     const bool late = kind == ErrorKind::unreachable;
     const bool ours = operation.purpose == Purpose::reply;
@@ -359,7 +394,8 @@ class EtcdRegistry : public Registry {
         (late ? " did not carry out " + what + " within " + seconds_text(operation.request.timeout)
               : " refuses " + what) +
         ": " + (operation.problem.empty() ? last_problem_ : operation.problem);
-    const RegistryError error(kind, message, hint);
+    const bool is_other = options_.embedded && !late && hint != kSameToken;
+    const RegistryError error = is_other ? other_program() : RegistryError(kind, message, hint);
     const bool all = operation.purpose == Purpose::credentials;  // they wait for it
     for (auto at = operations_.begin(); at != operations_.end();) {
       const auto one = at++;
@@ -494,6 +530,7 @@ class EtcdRegistry : public Registry {
   std::list<Operation> operations_;  ///< In the order of their submission.
   size_t current_ = 0;               ///< The endpoint that is asked.
   std::string last_problem_ = "no server has been asked";
+  bool told_hang_ups_ = false;
 
   bool have_credentials_ = false;
   uint64_t credentials_ = 0;  ///< Their number.

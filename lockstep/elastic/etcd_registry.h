@@ -21,6 +21,8 @@ struct EtcdRegistryOptions {
   /// Of etcd's own users; empty: none.
   std::string user{};
   std::string password{};
+  /// The endpoint is an embedded registry's: what else answers there is told, and ends it all.
+  bool embedded = false;
   /// Of an embedded registry (read_token); empty: none.
   std::string token{};
   /// How long a request is tried: an election of etcd's takes some 1.5 s.

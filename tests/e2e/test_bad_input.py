@@ -19,6 +19,7 @@ import unittest
 
 import lockstep_testing as t
 import run_testing
+from run_testing import OtherProgram
 
 TIMEOUT = 60
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
@@ -556,6 +557,22 @@ class Launchers(BadInput):
         for change, message in (({"RANK": "2"}, "RANK"), ({"RANK": "-1"}, "RANK"), ({"RANK": "one"}, "RANK"),
                                 ({"MASTER_PORT": "70000"}, "MASTER_PORT")):
             self.refuse(("train",), 2, message, "hint:", env=t.clean_environment(**{**base, **change}))
+
+    def test_a_rank_whose_launcher_does_not_say_enough_trains_nothing_alone(self):
+        for variables, name in (({"PMIX_RANK": 1}, "pmix"), ({"PMI_RANK": 0, "PMI_SIZE": 2}, "mpich"),
+                                ({"SLURM_PROCID": 1, "SLURM_STEP_ID": 0}, "slurm")):
+            self.refuse(("train",), 2, name, "hint:", env=t.clean_environment(**variables))
+
+    def test_the_variable_of_a_kubernetes_service_named_master_does_not_count_on_one_host(self):
+        env = t.clean_environment(MASTER_PORT="tcp://10.0.0.1:80")
+        result = t.run(t.LOCKSTEP, "train", "--model", "mlp", "--dataset", "digits", "--max-epochs", 1, "--limit-train-batches", 2,
+                       "--devices", 2, env=env)
+        self.assertIn("2 ranks", result.stdout)
+
+    def test_another_program_at_rank_0s_port_is_told(self):
+        with OtherProgram(b"SSH-2.0-OpenSSH_9.2p1\r\n") as server:
+            env = t.clean_environment(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=server.port)
+            self.refuse(("train", "--timeout", 5), 1, "SSH-2.0-OpenSSH_9.2p1", env=env)
 
     def test_a_peer_that_never_comes(self):
         import socket

@@ -149,6 +149,26 @@ class Training(unittest.TestCase):
             self.assertRegex(results[0][1], r"\b4 ranks over hierarchical on cpu")
 
     @unittest.skipIf(WHY_NOT, WHY_NOT)
+    def test_host_0s_name_may_appear_after_the_launchers_have_started(self):
+        """As a cluster's DNS has it."""
+        with hosts.two_hosts() as pair, t.temporary_folder() as folder:
+            names = folder / "hosts"
+            names.write_text("127.0.0.1 localhost\n")
+            processes = []
+            for number, host in enumerate(pair):
+                subprocess.run(host.command("mount", "--bind", names, "/etc/hosts"), check=True)
+                with open(folder / f"err{number}", "wb") as err:
+                    processes.append(subprocess.Popen(
+                        host.command(t.LOCKSTEP, "run", "--nnodes", 2, "--node-rank", number, "--master-addr", "first.example",
+                                     "--master-port", PORT, "sh", "-c", "echo rank $RANK"),
+                        stdout=subprocess.PIPE, stderr=err, text=True, stdin=subprocess.DEVNULL, env=t.clean_environment()))
+            t.wait_until(lambda: "'first.example'" in (folder / "err0").read_text(), 30, "host 0's word on its name")
+            names.write_text(f"127.0.0.1 localhost\n{pair[0].address} first.example\n")
+            results = end_of(processes, 60)
+        self.assertEqual([code for code, _, _ in results], [0, 0], results)
+        self.assertEqual(sorted(out.split()[-1] for _, out, _ in results), ["0", "1"])
+
+    @unittest.skipIf(WHY_NOT, WHY_NOT)
     def test_a_name_server_that_does_not_answer_is_asked_for_two_seconds(self):
         with hosts.two_hosts() as pair, t.temporary_folder() as folder:
             (folder / "resolv.conf").write_text(f"nameserver {pair[1].address}\n")  # Nobody listens there.

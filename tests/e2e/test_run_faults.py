@@ -13,7 +13,7 @@ import time
 import unittest
 
 from lockstep_testing import main, temporary_folder, wait_until
-from run_testing import CPP_RANK, Launched, alive, lockstep_run, name_of, processes_with, seconds, wait_for_files
+from run_testing import CPP_RANK, Launched, OtherProgram, alive, lockstep_run, name_of, processes_with, seconds, wait_for_files
 
 LONG = os.environ.get("LOCKSTEP_LONG_TESTS", "0") not in ("", "0")
 
@@ -247,6 +247,23 @@ class Hosts(unittest.TestCase):
             self.assertEqual([path.name for path in folder.iterdir()], ["said"])
             second.send(signal.SIGINT)
             self.assertEqual(second.end()[0], 128 + signal.SIGINT)
+
+    def test_another_program_at_host_0s_port_is_told(self):
+        """ssh and a web server end the job at once; who hangs up may be a proxy before host 0, so it is told only."""
+        for banner, ends in ((b"SSH-2.0-OpenSSH_9.2p1\r\n", True), (b"HTTP/1.0 501 Unsupported method\r\n\r\n", True), (b"", False)):
+            with self.subTest(banner), OtherProgram(banner) as server, temporary_folder() as folder, open(folder / "said", "wb") as said, \
+                    self.launch(1, server.port, "true", folder, stderr=said) as host:
+                def heard(folder=folder):
+                    return (folder / "said").read_text()
+
+                if ends:
+                    self.assertEqual(host.end()[0], 1)
+                    self.assertIn(banner.decode().split("\r")[0], heard())
+                    self.assertNotIn("etcd", heard())
+                else:
+                    wait_until(lambda: "another program" in heard(), 30, "a word on who hangs up")
+                    host.send(signal.SIGINT)
+                    self.assertEqual(host.end()[0], 128 + signal.SIGINT)
 
     def test_a_broken_connection_between_the_launchers_is_made_again(self):
         for _ in range(5):

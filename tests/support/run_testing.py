@@ -1,10 +1,14 @@
 """What the tests of `lockstep run` share."""
 
+import contextlib
 import os
 import pathlib
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 import uuid
 
@@ -117,3 +121,30 @@ def wait_for_files(*paths, timeout=30):
 
 def seconds(since):
     return time.monotonic() - since
+
+
+class OtherProgram(socketserver.ThreadingTCPServer):
+    """A server at a free port of this host that says the same to all who come, then hangs up. Use as a context manager."""
+
+    def __init__(self, banner):
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self):
+                with contextlib.suppress(OSError):
+                    self.request.recv(1)
+                    self.request.sendall(banner)
+                    self.request.shutdown(socket.SHUT_WR)
+                    while self.request.recv(65536):
+                        pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.05,))
+        self.thread.start()
+
+    @property
+    def port(self):
+        return self.server_address[1]
+
+    def __exit__(self, *what):
+        self.shutdown()
+        self.thread.join(20)
+        super().__exit__(*what)

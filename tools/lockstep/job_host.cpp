@@ -46,6 +46,17 @@ bool is_at_endpoint(const std::string& address) {
   return is_this_host(address);
 }
 
+/// A cluster may know a host's name some time after its processes have started. What is served does
+/// not need it. A mistyped name should not have to wait for its error.
+void tell_of_unknown_name(const RunOptions& options) {
+  try {
+    launch::resolve_at_once(options.master_addr);
+  } catch (const CommError& error) {
+    log_warning(std::string("lockstep run: ") + error.what() + "; hosts wait for the name for " +
+                seconds_text(options.meeting.join_timeout));
+  }
+}
+
 /// None where another host serves it.
 std::shared_ptr<void> serve_registry(const RunOptions& options, const std::string& token) {
   const MeetingOptions& meeting = options.meeting;
@@ -55,8 +66,7 @@ std::shared_ptr<void> serve_registry(const RunOptions& options, const std::strin
                     : meeting.is_host ? *meeting.is_host
                                       : is_at_endpoint(options.master_addr);
   if (!ours) return nullptr;
-  // Else nobody but the other hosts would tell that the name is mistyped, and later.
-  launch::resolve_at_once(options.master_addr);
+  tell_of_unknown_name(options);
   elastic::EmbeddedRegistryOptions server;
   server.port = *options.master_port;
   server.token = token;
@@ -77,6 +87,7 @@ elastic::EtcdRegistryOptions registry_options(const RunOptions& options, const s
   elastic::EtcdRegistryOptions client;
   client.endpoints = {"http://" + endpoint_text(options.master_addr, *options.master_port)};
   client.token = token;
+  client.embedded = true;
   return client;
 }
 
