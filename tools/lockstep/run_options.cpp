@@ -160,8 +160,8 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
              "Hosts prove to each other that they know what stands in this file, of mode 0600 "
              "[the variable LOCKSTEP_TOKEN, else no proof]",
              "FILE");
-  cli.option("--rdzv-id", raw.rdzv_id, "The run's name, in TORCHELASTIC_RUN_ID and log folders",
-             "ID");
+  cli.option("--rdzv-id", raw.rdzv_id,
+             "The run's name, in TORCHELASTIC_RUN_ID and log folders; etcd needs one", "ID");
   cli.option("--max-restarts", options.max_restarts,
              "How often ranks start again after one has failed: those of lockstep train and of an "
              "ElasticJob live on, and one takes its place; else all do",
@@ -246,6 +246,7 @@ void take_endpoint(const std::string& text, RunOptions& options) {
   const size_t colon = text.find(':', text.starts_with('[') ? text.find(']') : 0);
   const auto host = without_brackets(text.substr(0, colon));
   if (host.empty()) throw UsageError("--rdzv-endpoint: '" + text + "' is not ADDR:PORT");
+  check_host("--rdzv-endpoint", host);
   if (colon != std::string::npos && text.find(':', colon + 1) != std::string::npos) {
     throw UsageError("--rdzv-endpoint: '" + text + "' is not ADDR:PORT",
                      "an address with colons stands in brackets: [::1]:29500");
@@ -292,6 +293,9 @@ void take_etcd(const RawFlags& raw, const std::string& protocol, RunOptions& opt
   if (raw.rdzv_endpoint.empty())
     throw UsageError("--rdzv-backend etcd: --rdzv-endpoint is missing",
                      "name etcd's members: --rdzv-endpoint host0:2379,host1:2379");
+  if (!raw.rdzv_id)
+    throw UsageError("--rdzv-backend etcd: --rdzv-id is missing, as an etcd serves many jobs",
+                     "name this job, the same on all its hosts and as no other: --rdzv-id my-run");
   for (const auto& endpoint : split(raw.rdzv_endpoint, ',')) {
     options.meeting.etcd.endpoints.push_back(
         endpoint.find("://") == std::string::npos ? protocol + "://" + endpoint : endpoint);
@@ -321,6 +325,7 @@ void check_node_rank(const RunOptions& options) {
 void take_address(const RawFlags& raw, RunOptions& options) {
   if (!raw.rdzv_endpoint.empty()) take_endpoint(raw.rdzv_endpoint, options);
   if (raw.master_addr) options.master_addr = without_brackets(*raw.master_addr);
+  check_host("--master-addr", options.master_addr);
   if (raw.master_port) options.master_port = static_cast<uint16_t>(*raw.master_port);
   if (options.nodes > 1 && options.master_port.value_or(kDefaultPort) == 0) {
     throw UsageError("--master-port 0 with several hosts: they could not know the port",

@@ -87,15 +87,27 @@ TEST(RunOptions, HostsThatComeAndGo) {
 }
 
 TEST(RunOptions, EtcdHasMembersAndCertificates) {
-  const auto options =
-      parsed({"--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint", "a:2379,b:2379",
-              "--rdzv-conf", "protocol=https,cacert=ca.pem,user=me,password=word"});
+  const auto options = parsed({"--nnodes", "2", "--rdzv-backend", "etcd-v2", "--rdzv-endpoint",
+                               "a:2379,b:2379", "--rdzv-id", "job", "--rdzv-conf",
+                               "protocol=https,cacert=ca.pem,user=me,password=word"});
   EXPECT_EQ(options.meeting.etcd.endpoints, (Words{"https://a:2379", "https://b:2379"}));
   EXPECT_EQ(options.meeting.etcd.ca_file, "ca.pem");
   EXPECT_EQ(options.meeting.etcd.user, "me");
   EXPECT_EQ(options.master_addr, "a");
-  EXPECT_TRUE(parsed({"--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"}).has_meeting());
+  EXPECT_TRUE(parsed({"--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1", "--rdzv-id", "job"})
+                  .has_meeting());
+  EXPECT_THROW(parsed({"--rdzv-backend", "etcd", "--rdzv-endpoint", "a:1"}), UsageError)
+      << "all jobs of one etcd would be one";
   EXPECT_THROW(parsed({"--rdzv-backend", "etcd"}), UsageError);
+}
+
+TEST(RunOptions, AnAddressIsOneHosts) {
+  for (const char* wrong : {"a,b", "a b", " a", "http://a", "a:29500", "a/b"}) {
+    EXPECT_THROW(parsed({"--nnodes", "2", "--node-rank", "1", "--master-addr", wrong}), UsageError)
+        << wrong;
+  }
+  for (const char* right : {"a", "node-1.example_2.org", "10.0.0.1", "[::1]", "::1"})
+    EXPECT_NO_THROW(parsed({"--nnodes", "2", "--node-rank", "1", "--master-addr", right})) << right;
 }
 
 TEST(RunOptions, ProgramsKind) {
