@@ -198,7 +198,7 @@ TEST(Drift, AStrategyComparesTheRateAndWhatIsSaved) {
   test::run_group(
       2,
       [](ProcessGroup group) {
-        const auto make = [&](bool check_drift, double lr) {
+        const auto make = [&](bool check_drift, double lr, const DdpOptions& options = {}) {
           const auto net = std::make_shared<Net>();
           fill(*net, 1);
           StrategySetup setup;
@@ -208,7 +208,7 @@ TEST(Drift, AStrategyComparesTheRateAndWhatIsSaved) {
           };
           setup.group = group;
           setup.options.check_drift = check_drift;
-          return std::pair(net, make_ddp_strategy(setup));
+          return std::pair(net, make_ddp_strategy(setup, options));
         };
         const auto train = [&](const auto& net, Strategy& strategy, int steps) {
           for (int i = 0; i < steps; ++i) {
@@ -221,6 +221,13 @@ TEST(Drift, AStrategyComparesTheRateAndWhatIsSaved) {
         const auto [net, strategy] = make(true, own);
         expect_drift([&] { train(net, *strategy, 2); }, "learning rate", {1});
         expect_drift([&] { strategy->check_equal(); }, "first.weight", {1});
+        DdpOptions local;  // As of local SGD.
+        local.custom_hook = [](const ProcessGroup&, GradientBucket& bucket) {
+          return bucket.gradients;
+        };
+        const auto [apart, by_hook] = make(true, own, local);
+        train(apart, *by_hook, 3);
+        by_hook->check_equal();
         const auto [other, unchecked] = make(false, own);
         train(other, *unchecked, 3);
         unchecked->check_equal();

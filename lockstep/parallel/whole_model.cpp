@@ -17,9 +17,9 @@
 namespace lockstep::detail {
 
 BaseStrategy::BaseStrategy(std::string name, const StrategySetup& setup)
-    : name_(std::move(name)),
+    : checks_drift_(setup.options.check_drift),
+      name_(std::move(name)),
       group_(setup.group),
-      checks_drift_(setup.options.check_drift),
       forward_context_(setup.options.forward_context) {
   if (!group_) throw UsageError("strategy " + name_ + ": the process group is null");
   if (!setup.module) throw UsageError("strategy " + name_ + ": the module is null");
@@ -81,14 +81,17 @@ WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& se
 
 void WholeModelStrategy::average_gradients(const DdpOptions& options,
                                            const ReducerFactory& make_reducer) {
+  // By a hook of the user's own, as of local SGD, ranks may have weights of their own for a while.
+  checks_drift_ =
+      checks_drift_ && options.check_drift && !options.custom_hook && !options.async_custom_hook;
   if (group().size() == 1) return;
   DdpOptions own = options;
-  own.check_drift = own.check_drift && checks_drift();
+  own.check_drift = checks_drift_;
   core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
 }
 
 void WholeModelStrategy::check_equal() {
-  if (!checks_drift()) return;
+  if (!checks_drift_) return;
   Compared mine{.what = "strategy " + name()};
   for (const auto& item : module_->named_parameters())
     mine.tensors.emplace_back(item.key(), item.value().detach());

@@ -33,14 +33,13 @@ class BaseStrategy : public Strategy {
   at::Tensor in_context(const std::function<at::Tensor()>& forward) const;
   /// For a step: throws UsageError while gradients only add up.
   void expect_last_of_step() const;
-  bool checks_drift() const { return checks_drift_; }
 
+  bool checks_drift_;
   bool adding_up_ = false;  ///< The gradients of the last batch were not averaged.
 
  private:
   std::string name_;
   ProcessGroup group_;
-  bool checks_drift_;
   int64_t steps_ = 0;
   ForwardContext forward_context_;
 };

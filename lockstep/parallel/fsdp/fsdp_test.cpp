@@ -16,6 +16,7 @@
 #include "lockstep/autograd/activation_checkpoint.h"
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/parallel/ddp.h"
 #include "tests/support/ddp_test_modules.h"
 #include "tests/support/message_of.h"
@@ -278,6 +279,21 @@ TEST(Fsdp, AnOptimizerOfTheModulesOwnParametersIsRefusedAtItsFirstStep) {
         adam(fsdp.parameters())->step();
       });
     }
+  }
+}
+
+/// As World::check_equal does.
+TEST(Fsdp, ItsModuleCanBeComparedAsAWhole) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto net = filled<Net>(1);
+      FullyShardedDataParallel fsdp(net, group, options);
+      fsdp.forward(input(group.rank())).square().sum().backward();
+      detail::Compared whole{.what = "test"};
+      for (const auto& item : net->named_parameters())
+        whole.tensors.emplace_back(item.key(), item.value().detach());
+      detail::check_equal(whole, group);
+    });
   }
 }
 
