@@ -46,6 +46,9 @@ void convert_tensors(const TensorReader& source, const fs::path& target, const s
                      int64_t shards) {
   expect_one_of("format", format, tensor_formats());
   const auto& tensors = source.tensors();
+  if (tensors.empty())
+    throw DataError("there is no tensor to write into " + target.string(),
+                    "lockstep checkpoint inspect SOURCE --json lists what is there");
   if (format == "hf") {
     write_folder(source, target, shards);
   } else if (format == "safetensors") {

@@ -128,7 +128,10 @@ class DcpReader {
 
   void add_values(StoredTensors& item) {
     stored_.values.merge(item.values);
-    for (StoredTensor& tensor : item.tensors) tensors_.emplace(tensor.name, tensor);
+    for (StoredTensor& tensor : item.tensors) {
+      if (!tensors_.emplace(tensor.name, tensor).second)
+        fail("two tensors have the name '" + tensor.name + "'");
+    }
   }
 
   fs::path folder_;

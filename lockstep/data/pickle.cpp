@@ -23,6 +23,7 @@ constexpr TextOp kTexts[] = {
     {'B', Kind::bytes, 4},   // BINBYTES
     {'C', Kind::bytes, 1},   // SHORT_BINBYTES
     {0x8e, Kind::bytes, 8},  // BINBYTES8
+    {0x96, Kind::bytes, 8},  // BYTEARRAY8
 };
 
 class PickleReader {
@@ -117,7 +118,8 @@ class PickleReader {
         push_integer(static_cast<int32_t>(number(4)));
         return true;
       case 0x8a:  // LONG1
-        push_integer(long_number(number(1)));
+      case 0x8b:  // LONG4
+        push_long(take(number(op == 0x8a ? 1 : 4)));
         return true;
       case 'G':  // BINFLOAT
         push(Kind::real).real = big_endian_double();
@@ -135,11 +137,17 @@ class PickleReader {
     return true;
   }
 
-  int64_t long_number(uint64_t size) {
-    if (size > 8) fail("an integer of " + std::to_string(size) + " bytes; expected at most 8");
-    if (size == 0) return 0;
-    const auto unused = static_cast<int>(64 - 8 * size);
-    return static_cast<int64_t>(number(size) << unused) >> unused;
+  /// In two's complement, little-endian. What int64 cannot hold is rounded to a double.
+  void push_long(std::string_view bytes) {
+    const bool is_negative = !bytes.empty() && static_cast<int8_t>(bytes.back()) < 0;
+    uint64_t low = is_negative ? ~uint64_t{0} : 0;
+    double real = is_negative ? -1 : 0;
+    for (auto byte = bytes.rbegin(); byte != bytes.rend(); ++byte) {
+      low = low << 8 | static_cast<uint8_t>(*byte);
+      real = (real * 256) + static_cast<uint8_t>(*byte);
+    }
+    if (bytes.size() <= 8) return push_integer(static_cast<int64_t>(low));
+    push(Kind::real).real = real;
   }
   double big_endian_double() {
     uint64_t bits = 0;
@@ -225,13 +233,13 @@ class PickleReader {
         push(Kind::global).text = module->text + "." + name->text;
         return true;
       }
-      case 0x92:  // NEWOBJ_EX
-        pop();
-        [[fallthrough]];  // Arguments by name: of no tensor's.
-      case 'R':           // REDUCE
-      case 0x81: {        // NEWOBJ
+      case 'R':     // REDUCE
+      case 0x81:    // NEWOBJ
+      case 0x92: {  // NEWOBJ_EX
+        const PickleValue* const named = op == 0x92 ? pop() : nullptr;
         const PickleValue* const arguments = pop();
         make_object(*pop(), *arguments);
+        if (named != nullptr) top().entries = named->entries;
         return true;
       }
       case 'Q': {  // BINPERSID

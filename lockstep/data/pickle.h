@@ -19,11 +19,12 @@ struct PickleValue {
 
   Kind kind = Kind::none;
   int64_t integer = 0;  ///< Also of a boolean.
-  double real = 0;
+  double real = 0;      ///< Also of an integer that int64 cannot hold.
   std::string text;  ///< Also bytes. The name of a global or of an object's class: "module.name".
-  std::vector<const PickleValue*> items;  ///< Of a list, tuple or set. An object's arguments.
-  std::vector<Entry> entries;             ///< Of a dict, or of an object that is one.
-  const PickleValue* state = nullptr;     ///< What an object's attributes are made from.
+  std::vector<const PickleValue*>
+      items;                   ///< Of a list, tuple or set. An object's arguments and items.
+  std::vector<Entry> entries;  ///< Of a dict or an object that is one. Named arguments.
+  const PickleValue* state = nullptr;  ///< What an object's attributes are made from.
 };
 
 /// The values of one pickle, which point to each other.

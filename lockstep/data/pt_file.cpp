@@ -4,6 +4,7 @@
 #include <caffe2/serialize/inline_container.h>
 
 #include <algorithm>
+#include <charconv>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -12,6 +13,8 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/data/dtype_names.h"
 #include "lockstep/data/pickle.h"
 #include "lockstep/data/stored_tensors.h"
@@ -67,6 +70,8 @@ class PtReader {
 
   detail::StoredTensors read(const std::string& root) {
     walk(pickle_.root, root, 0);
+    if (!left_out_.empty())
+      log_warning(path_.string() + ": no dense tensors, left out: " + join(left_out_, ", "));
     return std::move(stored_);
   }
 
@@ -90,23 +95,102 @@ class PtReader {
   /// Values may contain themselves, and be contained many times.
   void walk(const PickleValue* value, const std::string& name, int depth) {
     constexpr size_t kMostSteps = 20'000'000;
-    if (depth > 200 || ++steps_ > kMostSteps) fail(name, "holds too many values within each other");
-    if (value->kind == Kind::sequence) return walk_items(*value, name, depth);
-    if (value->kind == Kind::dict) return walk_entries(*value, name, depth);
-    if (value->kind != Kind::object) {
-      stored_.values[name] = plain_value(*value);
-      return;
-    }
+    if (depth > 200 || ++steps_ > kMostSteps)
+      fail(name.substr(0, 60), "... holds too many values within each other");
+    if (is_plain(*value)) return add_value(name, plain_value(*value));
+    if (!open_.insert(value).second) return add_value(name, "...");
     if (is_tensor(*value)) {
-      stored_.tensors.push_back(tensor_of(*value, name));
-      stored_.tensors.back().name = name;
-    } else if (value->state != nullptr && !value->text.starts_with("torch._utils.")) {
-      walk(value->state, name, depth + 1);
-    } else if (value->text == "torch.Size") {
-      for (const PickleValue* sizes : value->items) walk(sizes, name, depth + 1);
+      add_tensor(*value, name);
     } else {
-      stored_.values[name] = value->text;
+      walk_parts(*value, name, depth);
     }
+    open_.erase(value);
+  }
+
+  /// A container, an object of a class that is not known, or a module that was saved whole.
+  void walk_parts(const PickleValue& value, const std::string& name, int depth) {
+    const bool is_object = value.kind == Kind::object;
+    const bool is_empty = value.items.empty() && value.entries.empty() && value.state == nullptr;
+    if (is_object && (is_empty || value.text == "persistent")) return add_value(name, value.text);
+    if (find(value, "_parameters") != nullptr && find(value, "_modules") != nullptr)
+      return walk_module(value, name, depth);
+    // set([1, 2]), Counter({"a": 1}): the content is one argument.
+    const bool is_wrapped = is_object && value.items.size() == 1 && !is_plain(*value.items[0]) &&
+                            !is_tensor(*value.items[0]);
+    for (size_t i = 0; i < value.items.size(); ++i)
+      walk(value.items[i], is_wrapped ? name : joined(name, std::to_string(i)), depth + 1);
+    std::set<std::string> words;
+    for (size_t i = 0; i < value.entries.size(); ++i) {
+      const auto& [key, item] = value.entries[i];
+      std::string word = key_text(*key);
+      if (!words.insert(word).second) word += "#" + std::to_string(i);  // 0 and "0".
+      walk(item, joined(name, word), depth + 1);
+    }
+    // Of a dict it is what torch calls _metadata.
+    if (is_object && value.state != nullptr) walk(value.state, name, depth + 1);
+  }
+
+  /// What is in its state_dict. Of all else only values.
+  void walk_module(const PickleValue& attributes, const std::string& name, int depth) {
+    for (const auto& [key, item] : attributes.entries) {
+      if (key->text == "_parameters" || key->text == "_modules") {
+        walk(item, name, depth + 1);
+      } else if (key->text == "_buffers") {
+        const std::set<std::string> left_out =
+            texts(find(attributes, "_non_persistent_buffers_set"));
+        for (const auto& [word, buffer] : item->entries) {
+          if (!left_out.contains(word->text))
+            walk(buffer, joined(name, word->text), depth + 1);
+          else
+            add_value(joined(name, word->text), "a buffer that is not persistent");
+        }
+      } else if (is_plain(*item)) {
+        add_value(joined(name, key->text), plain_value(*item));
+      } else if (!item->items.empty() || !item->entries.empty() || item->state != nullptr) {
+        add_value(joined(name, key->text), "no part of the state_dict");
+      }
+    }
+  }
+
+  static const PickleValue* find(const PickleValue& dict, std::string_view word) {
+    if (dict.kind != Kind::dict) return nullptr;
+    const auto found = std::find_if(dict.entries.begin(), dict.entries.end(),
+                                    [&](const auto& entry) { return entry.first->text == word; });
+    return found == dict.entries.end() ? nullptr : found->second;
+  }
+
+  /// Of a set, which older protocols make from a list.
+  static std::set<std::string> texts(const PickleValue* set) {
+    if (set != nullptr && set->kind == Kind::object && set->items.size() == 1) set = set->items[0];
+    std::set<std::string> texts;
+    if (set == nullptr) return texts;
+    for (const PickleValue* item : set->items) texts.insert(item->text);
+    return texts;
+  }
+
+  void add_value(const std::string& name, PtFile::Value value) {
+    const auto [place, is_new] = stored_.values.emplace(name, value);
+    if (!is_new)
+      stored_.values.emplace(name + "#" + std::to_string(stored_.values.size()), std::move(value));
+  }
+
+  void add_tensor(const PickleValue& value, const std::string& name) {
+    const auto [known, is_new] = names_.emplace(name, &value);
+    if (!is_new && known->second == &value) return;
+    if (!is_new)
+      throw DataError(path_.string() + ": two tensors would have the name '" + name + "'",
+                      "save them by other keys: a name joins keys by dots");
+    auto tensor = tensor_of(value, name);
+    if (!tensor) {
+      left_out_.push_back("'" + name + "' (" + value.text + ")");
+      return add_value(name, value.text);
+    }
+    stored_.tensors.push_back(std::move(*tensor));
+    stored_.tensors.back().name = name;
+  }
+
+  static bool is_plain(const PickleValue& value) {
+    return value.kind != Kind::sequence && value.kind != Kind::dict && value.kind != Kind::object;
   }
 
   static PtFile::Value plain_value(const PickleValue& value) {
@@ -124,65 +208,89 @@ class PtReader {
     }
   }
 
-  void walk_items(const PickleValue& value, const std::string& name, int depth) {
-    for (size_t i = 0; i < value.items.size(); ++i)
-      walk(value.items[i], join(name, std::to_string(i)), depth + 1);
-  }
-
-  void walk_entries(const PickleValue& value, const std::string& name, int depth) {
-    for (const auto& [key, item] : value.entries) {
-      const std::string word =
-          key->kind == Kind::integer ? std::to_string(key->integer) : key->text;
-      // How a module that was saved whole keeps its own.
-      const bool is_inner = word == "_parameters" || word == "_buffers" || word == "_modules";
-      walk(item, is_inner ? name : join(name, word), depth + 1);
+  /// As Python prints it.
+  static std::string key_text(const PickleValue& key, int depth = 0) {
+    constexpr size_t kMostItems = 16;
+    char real[32] = {};
+    switch (key.kind) {
+      case Kind::none:
+        return "None";
+      case Kind::boolean:
+        return key.integer != 0 ? "True" : "False";
+      case Kind::integer:
+        return std::to_string(key.integer);
+      case Kind::real:
+        return {real, std::to_chars(real, std::end(real), key.real).ptr};
+      case Kind::sequence: {
+        std::vector<std::string> items;
+        for (size_t i = 0; depth < 3 && i < std::min(key.items.size(), kMostItems); ++i)
+          items.push_back(key_text(*key.items[i], depth + 1));
+        return "(" + join(items, ", ") + ")";
+      }
+      default:
+        return key.text;
     }
   }
 
-  static std::string join(const std::string& name, const std::string& word) {
+  static std::string joined(const std::string& name, const std::string& word) {
     return name.empty() ? word : name + "." + word;
   }
 
   static bool is_tensor(const PickleValue& value) {
-    return value.text.starts_with("torch._utils._rebuild_") ||
-           value.text.starts_with("torch._tensor._rebuild_");
+    return value.kind == Kind::object && (value.text.starts_with("torch._utils._rebuild_") ||
+                                          value.text.starts_with("torch._tensor._rebuild_"));
   }
 
-  StoredTensor tensor_of(const PickleValue& value, const std::string& name) {
-    if (const auto known = tensors_.find(&value); known != tensors_.end()) return known->second;
-    const auto is = [&](const char* function) {
-      return value.text == std::string("torch._utils._rebuild_") + function;
+  /// None of one that is not dense, or of a dtype that is not known.
+  std::optional<StoredTensor> tensor_of(const PickleValue& value, const std::string& name) {
+    const auto [known, is_new] = tensors_.emplace(&value, std::nullopt);
+    if (is_new) known->second = rebuilt(value.text, value.items, name, 0);
+    return known->second;
+  }
+
+  std::optional<StoredTensor> rebuilt(const std::string& function,
+                                      const std::vector<const PickleValue*>& items,
+                                      const std::string& name, int depth) {
+    const auto is = [&](const char* known) {
+      return function == std::string("torch._utils._rebuild_") + known;
+    };
+    if (depth > 3 || items.empty()) return std::nullopt;
+    if (is("parameter") || is("parameter_with_state"))
+      return rebuilt(items[0]->text, items[0]->items, name, depth + 1);
+    // With attributes, or of a subclass: a function and its arguments.
+    if (function == "torch._tensor._rebuild_from_type_v2" && items.size() > 2)
+      return rebuilt(items[0]->text, items[2]->items, name, depth + 1);
+    if (is("tensor") || is("tensor_v2")) return dense_tensor(items, name, 6);
+    if (is("tensor_v3") && items.size() > 6) return dense_tensor(items, name, 7);
+    return std::nullopt;
+  }
+
+  /// From its storage, offset, sizes and strides, of `flags` items before those of metadata. The
+  /// seventh may be its dtype.
+  std::optional<StoredTensor> dense_tensor(const std::vector<const PickleValue*>& items,
+                                           const std::string& name, size_t flags) {
+    if (items.size() < 4 || items[0]->items.size() != 1)
+      fail(name, "has not the storage, offset, sizes and strides of a tensor");
+    const PickleValue& id = *items[0]->items[0];
+    if (id.items.size() < 5) fail(name, "names no storage");
+    const auto dtype = pt_dtype_of(flags == 7 ? items[6]->text : id.items[1]->text);
+    if (!dtype) return std::nullopt;
+    const auto flag = [&](const char* word) {
+      const PickleValue* value = items.size() > flags ? find(*items[flags], word) : nullptr;
+      return value != nullptr && value->integer != 0;
     };
     StoredTensor tensor;
-    if ((is("parameter") || is("parameter_with_state")) && !value.items.empty() &&
-        value.items[0]->kind == Kind::object && !value.items[0]->text.ends_with("parameter")) {
-      tensor = tensor_of(*value.items[0], name);
-    } else if (is("tensor") || is("tensor_v2")) {
-      tensor = dense_tensor(value, name, std::nullopt);
-    } else if (is("tensor_v3") && value.items.size() > 6) {
-      tensor = dense_tensor(value, name, pt_dtype_of(value.items[6]->text));
-    } else {
-      fail(name, "is made by " + value.text, "expected a dense tensor: save tensor.to_dense()");
-    }
-    tensors_.emplace(&value, tensor);
-    return tensor;
-  }
-
-  /// From its storage, offset, sizes and strides.
-  StoredTensor dense_tensor(const PickleValue& value, const std::string& name,
-                            std::optional<at::ScalarType> dtype) {
-    if (value.items.size() < 4 || value.items[0]->items.size() != 1)
-      fail(name, "has not the storage, offset, sizes and strides of a tensor");
-    const PickleValue& id = *value.items[0]->items[0];
-    if (id.items.size() < 5) fail(name, "names no storage");
-    if (!dtype) dtype = pt_dtype_of(id.items[1]->text);
-    if (!dtype) fail(name, "is of " + id.items[1]->text + ", which is not known");
-    StoredTensor tensor;
     tensor.dtype = *dtype;
-    tensor.shape = numbers(*value.items[2], name);
+    tensor.shape = numbers(*items[2], name);
     tensor.chunks.push_back({std::vector<int64_t>(tensor.shape.size()), tensor.shape,
-                             numbers(*value.items[3], name), value.items[1]->integer,
-                             storage(id.items[2]->text, name)});
+                             numbers(*items[3], name), items[1]->integer,
+                             storage(id.items[2]->text, name), flag("conj"), flag("neg")});
+    const bool can_negate = c10::isComplexType(*dtype) || *dtype == at::kHalf ||
+                            *dtype == at::kBFloat16 || *dtype == at::kFloat ||
+                            *dtype == at::kDouble;
+    if ((tensor.chunks[0].conj && !c10::isComplexType(*dtype)) ||
+        (tensor.chunks[0].neg && !can_negate))
+      fail(name, "is a lazy conjugate or negative of a dtype that has none");
     detail::check_chunk_fits(tensor.chunks[0], *dtype, path_.string() + ": '" + name + "'");
     return tensor;
   }
@@ -218,7 +326,10 @@ class PtReader {
   std::map<std::string, const ZipMember*> members_;  ///< Without the prefix.
   Pickle pickle_;
   std::map<std::string, std::shared_ptr<const StoredBytes>> storages_;
-  std::unordered_map<const PickleValue*, StoredTensor> tensors_;
+  std::unordered_map<const PickleValue*, std::optional<StoredTensor>> tensors_;
+  std::unordered_map<std::string, const PickleValue*> names_;
+  std::set<const PickleValue*> open_;  ///< What is being walked through.
+  std::vector<std::string> left_out_;
   size_t steps_ = 0;
   detail::StoredTensors stored_;
 };
@@ -227,6 +338,8 @@ class PtReader {
 class PtWriter {
  public:
   void add(const std::string& name, const at::Tensor& tensor) {
+    if (!names_.insert(name).second)
+      throw UsageError("save_pt: tensor '" + name + "' is given twice; expected each name once");
     text(name);
     const at::ScalarType dtype = tensor.scalar_type();
     std::string_view type = name_of_dtype(&DtypeNames::storage, dtype);
@@ -260,7 +373,8 @@ class PtWriter {
   /// A tensor of several names is there once.
   std::pair<size_t, at::Tensor> storage_of(const at::Tensor& tensor) {
     const auto [place, is_new] = keys_.emplace(tensor.unsafeGetTensorImpl(), storages_.size());
-    if (is_new) storages_.push_back(tensor.detach().cpu().contiguous());
+    if (is_new)
+      storages_.push_back(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous());
     return {place->second, storages_[place->second]};
   }
   void global(std::string_view module, std::string_view name) {
@@ -285,6 +399,7 @@ class PtWriter {
   }
 
   std::string bytes_ = "\x80\x02}(";
+  std::set<std::string> names_;
   std::vector<at::Tensor> storages_;
   std::unordered_map<const c10::TensorImpl*, size_t> keys_;
 };
@@ -310,18 +425,19 @@ PtFile load_pt(const fs::path& path) {
   detail::StoredTensors stored = detail::index_pt(path);
   std::map<const StoredBytes*, at::Tensor> storages;
   using Part = std::tuple<const StoredBytes*, at::ScalarType, int64_t, std::vector<int64_t>,
-                          std::vector<int64_t>>;
+                          std::vector<int64_t>, bool, bool>;
   std::map<Part, at::Tensor> known;  // What is there twice is one tensor.
   PtFile file;
   for (const StoredTensor& tensor : stored.tensors) {
     const detail::StoredChunk& chunk = tensor.chunks[0];
     at::Tensor& storage = storages[chunk.bytes.get()];
     if (!storage.defined()) storage = whole_storage(*chunk.bytes);
-    at::Tensor& made =
-        known[{chunk.bytes.get(), tensor.dtype, chunk.first, chunk.sizes, chunk.strides}];
+    at::Tensor& made = known[{chunk.bytes.get(), tensor.dtype, chunk.first, chunk.sizes,
+                              chunk.strides, chunk.conj, chunk.neg}];
     if (!made.defined()) {
-      made = at::empty({0}, at::dtype(tensor.dtype))
-                 .set_(storage.storage(), chunk.first, chunk.sizes, chunk.strides);
+      made = detail::resolved(
+          chunk, at::empty({0}, at::dtype(tensor.dtype))
+                     .set_(storage.storage(), chunk.first, chunk.sizes, chunk.strides));
     }
     file.tensors.emplace_back(tensor.name, made);
   }

@@ -29,7 +29,12 @@ struct StoredChunk {
   std::vector<int64_t> strides;  ///< In elements.
   int64_t first = 0;             ///< Element of `bytes`.
   std::shared_ptr<const StoredBytes> bytes;
+  bool conj = false;  ///< The elements are the conjugates of what is stored.
+  bool neg = false;   ///< The elements are the negatives of what is stored.
 };
+
+/// The chunk's elements by those that are stored: conjugated, negated, or as they are.
+at::Tensor resolved(const StoredChunk& chunk, const at::Tensor& stored);
 
 struct StoredTensor : TensorInfo {
   std::vector<StoredChunk> chunks;  ///< Without overlap, they cover the shape.

@@ -124,7 +124,14 @@ at::Tensor detail::read_part(const TensorInfo& tensor, const StoredChunk& chunk,
   if (tensor.dtype == at::kBool && bytes.gt(1).any().item<bool>())
     throw DataError(chunk.bytes->path.string() + ": " + what +
                     " has a byte other than 0 or 1 for a boolean: the file is damaged");
-  return at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides);
+  return resolved(
+      chunk,
+      at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides));
+}
+
+at::Tensor detail::resolved(const StoredChunk& chunk, const at::Tensor& stored) {
+  const at::Tensor conjugated = chunk.conj ? stored.conj_physical() : stored;
+  return chunk.neg ? conjugated.neg() : conjugated;
 }
 
 TensorReader::TensorReader(const fs::path& path, bool weights_only) {

@@ -30,17 +30,21 @@ struct PtFile {
 
 /// Reads a .pt file: what torch.save in Python writes (since PyTorch 1.6: a zip archive with a
 /// pickle of protocol 2 to 5), LibTorch's torch::save of a module, and save_pt. Tensors are on the
-/// CPU and have their bits, shapes and strides. Those that share a storage in Python share it here.
+/// CPU and have their bits, shapes and strides. Those that share a storage in Python share it here,
+/// but for lazy conjugates and negatives (Tensor.is_conj, is_neg), whose values are computed.
 ///
-/// No code of the file is run. A class is known by its attributes only: of a module that was saved
-/// whole its parameters and buffers get the names that they have in its state_dict. Throws
-/// DataError for a file that is damaged or of another format, for tensors that are not dense, and
-/// for more than 20 million values. Throws SystemError when the file cannot be opened or read.
+/// No code of the file is run. A class is known by its arguments, items and attributes only. Of a
+/// module that was saved whole there is what its state_dict has, by the same names. Keys that are
+/// no texts are named as Python prints them. Tensors that are not dense (sparse, quantized), or of
+/// a dtype that is not known, are left out: a warning names them, and they are among the values.
+///
+/// Throws DataError for a file that is damaged or of another format, for two tensors of one name,
+/// and for more than 20 million values. Throws SystemError when the file cannot be opened or read.
 PtFile load_pt(const std::filesystem::path& path);
 
 /// Writes a state_dict that Python's `torch.load(path, weights_only=True)` reads, through an
 /// AtomicFile. Tensors may be on any device and of any strides. It takes the memory of one more
-/// copy. Throws SystemError (a full disk, a read-only folder) and leaves nothing behind.
+/// copy. Throws UsageError for a name that is given twice, and SystemError (a full disk, a read-only folder) and leaves nothing behind.
 void save_pt(const std::filesystem::path& path, const StateDict& tensors);
 
 struct TensorInfo {
@@ -98,7 +102,7 @@ std::vector<std::string> tensor_formats();
 std::string format_of_name(const std::filesystem::path& path);
 
 /// Writes all tensors into a file, atomically, or into a new folder ("hf"), in files of at most
-/// 5 GB. With `shards` in so many files, each with as many rows of every tensor. safetensors and hf
+/// 5 GB. Throws DataError for a source without tensors. With `shards` in so many files, each with as many rows of every tensor. safetensors and hf
 /// take the memory of one tensor, pt of two copies of all. An hf folder is read by Python's
 /// HuggingFaceStorageReader, which reshards, and by Hugging Face's libraries. Throws UsageError for
 /// a folder that is there and not empty, SystemError, and what reading throws.

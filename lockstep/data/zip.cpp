@@ -148,6 +148,7 @@ void ZipArchive::read_directory(const Directory& directory) {
     if (!apply_zip64(member, entry.substr(kDirectoryEntrySize + name_size, extra_size))) {
       fail("'" + member.name + "' lacks the sizes of its zip64 field: the archive is damaged");
     }
+    has_checksums_ |= member.crc32 != 0;
     members_.push_back(std::move(member));
     position += entry_size;
   }
@@ -175,7 +176,7 @@ ContentOptions ZipArchive::place_of(const ZipMember& member) const {
   return {.packing = member.deflated ? Packing::deflate : Packing::plain,
           .begin = begin_ + begin,
           .size = member.packed_size,
-          .crc32 = member.crc32,
+          .crc32 = has_checksums_ ? std::optional(member.crc32) : std::nullopt,
           .member = member.name};
 }
 

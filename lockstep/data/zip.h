@@ -55,6 +55,7 @@ class ZipArchive {
   uint64_t begin_ = 0;  ///< In the file. All other offsets count from here.
   uint64_t size_ = 0;
   std::vector<ZipMember> members_;
+  bool has_checksums_ = false;  ///< Else each is 0: PyTorch was told to compute none.
 };
 
 }  // namespace lockstep

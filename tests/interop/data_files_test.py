@@ -1,6 +1,7 @@
 """Files that Python writes and we read, and the other way round: safetensors, npy, npz, MNIST, random."""
 
 import collections
+import dataclasses
 import gzip
 import importlib.util
 import struct
@@ -21,9 +22,48 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.serialization import config as serialization
 
 DTYPES = ("bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 "
           "float8_e4m3fn float8_e5m2 complex64").split()
+
+
+class AttributeDict(dict):
+    pass
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class MyList(list):
+    pass
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "mean std")
+
+
+@dataclasses.dataclass
+class Stats:
+    mean: torch.Tensor
+    std: torch.Tensor
+
+
+class Whole(torch.nn.Module):
+    """With what is no part of its state_dict, and a cycle."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.register_buffer("later", None)
+        self.cache, self.seen = torch.zeros(3), [torch.zeros(2)]
+        self.layers.__dict__["owner"] = [self]
 
 
 def bits(tensor):
@@ -80,6 +120,70 @@ class Files(unittest.TestCase):
         states = {f"o.state.{i}.{k}": v for i, of in optimizer.state_dict()["state"].items() for k, v in of.items()}
         self.check_pt({"epoch": 3, "m": state, "o": optimizer.state_dict(), "x": [None, True, {"y": (1.5, "z")}]},
                       {**{f"m.{k}": v for k, v in state.items()}, **states})
+
+    def test_pt_of_containers_and_keys_of_any_kind(self):
+        def t(value):
+            return torch.full((2,), float(value))
+
+        own = AttributeDict(w=t(1))
+        own.__dict__ = own
+        self.check_pt({"attr": AttributeDict(w=t(0), lr=0.1), "own": own, "ordered": Ordered(w=t(2)), "pair": Pair(t(3), t(4)),
+                       "stats": Stats(t(5), t(6)), "list": MyList([t(7)]), "deque": collections.deque([t(8)]),
+                       "default": collections.defaultdict(list, w=t(9)), "set": {1, 2}, "array": numpy.arange(4.0)},
+                      {"attr.w": t(0), "own.w": t(1), "ordered.w": t(2), "pair.0": t(3), "pair.1": t(4), "stats.mean": t(5),
+                       "stats.std": t(6), "list.0": t(7), "deque.0": t(8), "default.w": t(9)})
+        self.check_pt({0.99: t(0), (0, 1): t(1), (1, 0): t(2), True: t(3), None: t(4), 7: t(5), "7": t(6)},
+                      {"0.99": t(0), "(0, 1)": t(1), "(1, 0)": t(2), "True": t(3), "None": t(4), "7": t(5), "7#6": t(6)})
+
+    def test_pt_with_two_tensors_of_one_name_is_refused(self):
+        path = self.folder / "in.pt"
+        torch.save({"a": {"b": torch.ones(1)}, "a.b": torch.ones(2)}, path)
+        failed = lt.run(TOOL, "copy", path, self.out, check=False)
+        self.assertEqual(failed.returncode, 1)
+        self.assertIn("'a.b'", failed.stderr)
+
+    def test_pt_whose_tensors_are_conjugated_or_negated_when_they_are_read(self):
+        z = torch.randn(3, 2, dtype=torch.cfloat)
+        lazy = {"conj": z.conj(), "imag": z.clone().conj().imag, "neg": torch._neg_view(torch.tensor([1.0, 3.0])),
+                "both": torch._neg_view(z.t().conj()), "plain": z}
+        self.assertTrue(lazy["conj"].is_conj() and lazy["imag"].is_neg())
+        wanted = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in lazy.items()}
+        self.check_pt(lazy, wanted)
+        path = self.folder / "in.pt"
+        lt.run(TOOL, "source", path, self.out)
+        self.assert_same(safetensors.torch.load_file(self.out), wanted)
+        dcp.save(lazy, checkpoint_id=self.folder / "dcp")
+        lt.run(TOOL, "source", self.folder / "dcp", self.out)
+        self.assert_same(safetensors.torch.load_file(self.out), wanted)
+
+    def test_pt_and_dcp_without_checksums(self):
+        tensors = {"a": torch.rand(3, 4), "b": torch.rand(5)}
+        serialization.save.compute_crc32 = False
+        self.addCleanup(setattr, serialization.save, "compute_crc32", True)
+        self.check_pt(tensors, tensors)
+        dcp.save(tensors, checkpoint_id=self.folder / "dcp")
+        lt.run(TOOL, "source", self.folder / "dcp", self.out)
+        self.assert_same(safetensors.torch.load_file(self.out), tensors)
+
+    def test_what_is_no_weight_does_not_refuse_a_pt(self):
+        w, attribute, parameter = torch.rand(2, 3), torch.rand(2), torch.nn.Parameter(torch.rand(2))
+        attribute.tag = parameter.tag = "a"
+        subclass = torch.rand(3).as_subclass(Subclass)
+        self.check_pt({"w": w, "attribute": attribute, "parameter": parameter, "subclass": subclass, "seed": 2**63 + 5,
+                       "huge": -2**3000, "generator": numpy.random.default_rng(0).bit_generator.state,
+                       "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+                       "sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"),
+                       "half": torch.zeros(2, dtype=torch.complex32)},
+                      {"w": w, "attribute": attribute, "parameter": parameter.detach(), "subclass": subclass.as_subclass(torch.Tensor)})
+        self.check_pt({"w": w, "bytes": bytearray(b"xy" * 200)}, {"w": w}, pickle_protocol=5)
+
+    def test_pt_of_a_module_has_what_its_state_dict_has(self):
+        module = Whole()
+        self.check_pt(module, module.state_dict())
+        self.check_pt(module, module.state_dict(), pickle_protocol=4)
+        cycle = [torch.ones(1)]
+        cycle.append(cycle)
+        self.check_pt(cycle, {"0": torch.ones(1)})
 
     def test_python_loads_our_pt(self):
         tensors = {d: (torch.rand(3, 5) * 100).to(getattr(torch, d)) for d in DTYPES}
