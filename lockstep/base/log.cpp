@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "lockstep/base/env.h"
+#include "lockstep/base/terminal.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
@@ -49,9 +50,10 @@ void log(LogLevel level, std::string_view text) {
   const auto rank = rank_text();
   const bool first = !rank || *rank == "0";
   if (!first && level < LogLevel::warning) return;
-  std::string line;
+  std::string line(line_start(STDERR_FILENO));
   if (!first) line += "[rank" + *rank + "] ";
-  if (level != LogLevel::info) line.append(kLevels[static_cast<size_t>(level)]).append(": ");
+  const bool is_named = level != LogLevel::info && level != LogLevel::quiet;
+  if (is_named) line.append(kLevels[static_cast<size_t>(level)]).append(": ");
   line.append(text).append("\n");
   // A closed standard error must not end a training job; there is nowhere left to report it.
   [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, line.data(), line.size());

@@ -9,6 +9,7 @@ namespace lockstep {
 /// processes and threads do not mix. Ranks other than 0 write only warnings and errors. The rank is
 /// what the launcher's variable says (RANK, Open MPI's or Slurm's).
 /// LOCKSTEP_LOG_LEVEL=debug|info|warning|error|quiet (default info) says what is written.
+/// A line of level quiet is written always, as text alone.
 enum class LogLevel { debug, info, warning, error, quiet };
 
 void log(LogLevel level, std::string_view text);

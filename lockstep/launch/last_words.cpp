@@ -11,6 +11,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/terminal.h"
 #include "lockstep/comm/checks/failure_kind.h"
 #include "lockstep/launch/error_file.h"
 #include "lockstep/launch/variables.h"
@@ -67,7 +68,8 @@ bool somebody_else_tells(const Ending& ending) {
 
 void print(const Ending& ending, std::optional<int> rank) {
   const std::string text = rank ? told_by(*rank, ending.text) : ending.text;
-  const std::string line = (ending.is_error ? "error: " : "") + text + "\n";
+  const std::string line =
+      std::string(line_start(STDERR_FILENO)) + (ending.is_error ? "error: " : "") + text + "\n";
   write_all(STDERR_FILENO, line.data(), line.size(), "standard error");
 }
 

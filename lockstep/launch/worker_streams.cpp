@@ -10,6 +10,7 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/terminal.h"
 
 namespace lockstep::launch {
 
@@ -41,6 +42,7 @@ WorkerStream::WorkerStream(const StreamPlan& plan, int rank, std::string prefix,
       console_wanted_(plan.console),
       prompts_(plan.prompts && plan.console),
       own_fd_(own_fd),
+      line_start_(line_start(console.fd())),
       prefix_(std::move(prefix)),
       own_mark_("[rank" + std::to_string(rank) + "]"),
       console_(console),
@@ -79,6 +81,7 @@ void WorkerStream::take(std::string_view bytes, Time now) {
 
 void WorkerStream::show(std::string_view line) {
   const bool begun = std::exchange(prompted_, false);
+  if (!begun) console_.write(line_start_, this);
   const std::string_view prefix =
       begun || line.starts_with(own_mark_) ? std::string_view() : prefix_;
   console_.write(prefix, this);

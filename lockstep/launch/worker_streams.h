@@ -84,6 +84,7 @@ class WorkerStream {
   bool prompted_ = false;  ///< The beginning of the line is on the console.
   bool is_muted_ = false;
   int own_fd_;
+  std::string_view line_start_;  ///< Of the console.
   std::string prefix_;
   std::string own_mark_;  ///< "[rank3]", which our own messages and c10d's begin with.
   OutputQueue& console_;

@@ -16,6 +16,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/terminal.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/launch/error_file.h"
@@ -473,7 +474,8 @@ int run_guarded(const std::string& command, const std::function<int()>& body) {
     message = command + ": error: an exception of an unknown type\n";
   }
   std::fflush(stdout);
-  if (!launch::parent_reports_errors()) std::fputs(message.c_str(), stderr);
+  if (!launch::parent_reports_errors())
+    std::fputs((std::string(line_start(STDERR_FILENO)) + message).c_str(), stderr);
   return code;
 }
 

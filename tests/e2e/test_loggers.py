@@ -208,7 +208,7 @@ class Prometheus(unittest.TestCase):
     def test_all_addresses_are_told_by_the_name_of_the_host(self):
         with training("--logger", "prometheus", "--prometheus-address", "0.0.0.0:0") as process:
             line = next(line for line in iter(process.stderr.readline, "") if "prometheus: " in line)
-        self.assertRegex(line, f"http://{re.escape(socket.gethostname())}:[0-9]+/metrics")
+        self.assertRegex(line, f"^prometheus: http://{re.escape(socket.gethostname())}:[0-9]+/metrics")
 
     def test_a_port_that_is_taken_is_named(self):
         for flags in (("--logger", "prometheus", "--prometheus-address"), ("--dashboard", "--dashboard-address")):

@@ -285,9 +285,11 @@ class Terminal(unittest.TestCase):
     def run_in_terminal(self, *words, typed=b""):
         """Exit code and what the terminal showed."""
         master, slave = pty.openpty()
+        environment = clean_environment(PYTHON_EXEC=sys.executable, TERM="xterm")
+        del environment["OMP_NUM_THREADS"]
         # The launcher's terminal must be its controlling one, in the foreground, as after a shell's command.
         process = subprocess.Popen([sys.executable, "-c", CONTROLLING, LOCKSTEP, "run", *map(str, words)], stdin=slave, stdout=slave,
-                                   stderr=slave, env=clean_environment(PYTHON_EXEC=sys.executable), start_new_session=True)
+                                   stderr=slave, env=environment, start_new_session=True)
         os.close(slave)
         shown = b""
         try:
@@ -306,6 +308,20 @@ class Terminal(unittest.TestCase):
         finally:
             os.close(master)  # Hangs up what is still there.
         return process.wait(30), shown.decode().replace("\r\n", "\n")
+
+    def test_a_line_erases_a_progress_bar_that_stands_there(self):
+        code, shown = self.run_in_terminal("--nproc-per-node", 2, "sh", "-c", "echo short >&2")
+        self.assertEqual(code, 0, shown)
+        lines = [line for line in shown.splitlines() if line]
+        self.assertEqual(len(lines), 3, shown)
+        self.assertTrue(all(line.startswith("\x1b[K") for line in lines), shown)
+        self.assertEqual(sum("OMP_NUM_THREADS" in line for line in lines), 1, shown)
+
+    def test_without_a_terminal_lines_are_as_they_come(self):
+        environment = clean_environment()
+        del environment["OMP_NUM_THREADS"]
+        result = run(LOCKSTEP, "run", "--nproc-per-node", 2, "sh", "-c", "echo short >&2", env=environment)
+        self.assertEqual(sorted(result.stderr.splitlines()), ["[rank0]: short", "[rank1]: short"])
 
     def test_a_rank_alone_writes_to_it_and_reads_it(self):
         text = "import sys\nprint([f.isatty() for f in (sys.stdin, sys.stdout, sys.stderr)])\nprint('read', input('prompt> '))\n"
@@ -334,8 +350,8 @@ class Terminal(unittest.TestCase):
 
     def test_several_ranks_share_it_in_lines(self):
         _, shown = self.run_in_terminal("--nproc-per-node", 2, "--stdin", "none", "sh", "-c", "[ -t 1 ] || echo lines; cat")
-        self.assertEqual(sorted(line for line in shown.splitlines() if line.startswith("[rank")),
-                         ["[rank0]: lines", "[rank1]: lines"])
+        self.assertEqual(sorted(line for line in shown.splitlines() if "[rank" in line),
+                         ["\x1b[K[rank0]: lines", "\x1b[K[rank1]: lines"])
 
     def test_a_pipe_is_read_by_one_rank(self):
         for words, shown in (((), b"[rank0]: data\n"), (("--nproc-per-node", "2"), b"[rank0]: data\n"),

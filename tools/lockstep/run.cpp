@@ -391,7 +391,9 @@ int run_command(const std::vector<std::string>& args) {
   most.nodes = options->nodes;
   most.world_size = options->nodes * options->nproc;
   launch::make_room_for_ranks(most);
-  if (options->nproc > 1 && !std::getenv("OMP_NUM_THREADS")) {
+  const bool sets_threads = options->nproc > 1 && !std::getenv("OMP_NUM_THREADS");
+  // Once for a job, and for those who look: in a log of a thousand jobs it is no news.
+  if (sets_threads && options->node_rank.value_or(0) == 0 && isatty(STDERR_FILENO)) {
     say("OMP_NUM_THREADS is set to 1 in every worker; set it yourself for more threads per rank");
   }
   const auto bindings = bindings_of(*options);

@@ -9,6 +9,7 @@
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/base/terminal.h"
 #include "lockstep/train/stop_signal.h"
 
 namespace lockstep {
@@ -16,8 +17,8 @@ namespace {
 
 /// mpirun, our parent, gives us a terminal of its own and copies from there to its output: that is
 /// what the user sees.
-bool output_is_terminal() {
-  if (::isatty(STDOUT_FILENO) != 1) return false;
+bool output_is_live() {
+  if (!is_live_terminal(STDOUT_FILENO)) return false;
   if (!env_string("OMPI_COMM_WORLD_RANK")) return true;
   std::error_code ignored;
   const std::string output =
@@ -28,8 +29,7 @@ bool output_is_terminal() {
 }  // namespace
 
 Console::Console(bool enabled, bool quiet) : enabled_(enabled), quiet_(quiet) {
-  const bool terminal = enabled && output_is_terminal();
-  live_ = terminal && !quiet && env_string("TERM").value_or("dumb") != "dumb";
+  live_ = enabled && !quiet && output_is_live();
   color_ = live_ && !env_string("NO_COLOR");
   struct sigaction ignore {};
   ignore.sa_handler = SIG_IGN;
@@ -64,7 +64,7 @@ void Console::result(std::string_view text) {
 
 void Console::live(std::string_view text) {
   if (!live_) return;
-  // The cursor stays at the line's start, so that whatever else is printed overwrites it.
+  // The cursor stays at the line's start, where what else is printed erases it: see line_start.
   write("\r" + std::string(text) + "\x1b[K\r");
   showing_ = true;
 }
