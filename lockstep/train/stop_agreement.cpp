@@ -49,34 +49,38 @@ double SlowRank::median(std::vector<double> values) {
   return *middle;
 }
 
-std::string SlowRank::after(int64_t steps, const std::vector<double>& own_seconds) {
+std::string SlowRank::after(int64_t steps, double seconds, const std::vector<double>& own_seconds) {
   if (own_seconds.size() < 2) return {};
-  seconds_.resize(own_seconds.size());
-  for (size_t i = 0; i < seconds_.size(); ++i) seconds_[i].push_back(own_seconds[i]);
+  own_seconds_.resize(own_seconds.size());
+  slow_seconds_.resize(own_seconds.size());
+  for (size_t i = 0; i < own_seconds.size(); ++i) own_seconds_[i].push_back(own_seconds[i]);
   steps_ += steps;
+  seconds_ += seconds;
+  all_seconds_ += seconds;
   if (steps_ < kLeastSteps) return {};
   steps_ = 0;
   std::vector<double> others;
-  for (const auto& of_rank : std::exchange(seconds_, {})) others.push_back(median(of_rank));
+  for (const auto& of_rank : std::exchange(own_seconds_, {})) others.push_back(median(of_rank));
   const auto slowest = std::max_element(others.begin(), others.end());
-  const auto rank = static_cast<int>(slowest - others.begin());
+  const auto rank = static_cast<size_t>(slowest - others.begin());
   const double own = *slowest;
   others.erase(slowest);
   const double usual = median(others);
   const bool is_slow = own > kFactor * usual && own - usual >= kLeastCost;
-  const int now = is_slow ? rank : -1;
-  times_ = std::exchange(seen_, now) == now ? times_ + 1 : 1;
-  if (now == slow_ || times_ < patience_) return {};
-  const int before = std::exchange(slow_, now);
-  if (!is_slow) patience_ *= 2;
-  if (!is_slow) return "rank " + std::to_string(before) + " is as fast as the other ranks again";
+  const double lasted = std::exchange(seconds_, 0);
+  for (size_t i = 0; i < slow_seconds_.size(); ++i) {
+    const double change = is_slow && i == rank ? lasted : -lasted;
+    slow_seconds_[i] = std::max(0.0, slow_seconds_[i] + change);
+  }
+  const double least = std::max(least_seconds_, kLeastShare * all_seconds_);
+  if (!is_slow || slow_seconds_[rank] < least || !told_.insert(rank).second) return {};
   return "rank " + std::to_string(rank) + " is slow: its own part of a step takes " + ms(own) +
          ", that of the other ranks " + ms(usual) + ", so each step waits " + ms(own - usual) +
          " for it";
 }
 
-StopAgreement::StopAgreement(const ProcessGroup& group, c10::Device device)
-    : group_(group), device_(device), last_(Clock::now()) {}
+StopAgreement::StopAgreement(const ProcessGroup& group, c10::Device device, SlowRank slow)
+    : group_(group), device_(device), slow_(std::move(slow)), last_(Clock::now()) {}
 
 int StopAgreement::after_step(int signal_number, double own_seconds) {
   if (group_.size() == 1) return signal_number;
@@ -103,7 +107,9 @@ int StopAgreement::now(int signal_number) {
   const auto* values = agreed.const_data_ptr<double>();
   interval_ = interval_of(values[1], -values[2]);
   if (std::exchange(warm_, true) && compared > 0 && group_.rank() == 0) {
-    const std::string news = slow_.after(compared, {values + kFirstRank, values + wire.numel()});
+    const double seconds = step_seconds * static_cast<double>(compared);
+    const std::string news =
+        slow_.after(compared, seconds, {values + kFirstRank, values + wire.numel()});
     if (!news.empty()) log_warning(told_ = news);
   }
   steps_ = 0;

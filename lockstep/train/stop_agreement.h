@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -11,29 +12,35 @@
 
 namespace lockstep {
 
-/// Finds the rank for which all others wait in each step. Of ranks that do the same work it is one
-/// that takes a quarter longer than the median of the others, and a millisecond or more: machines
-/// that are a little busy are no news.
+/// Finds the rank for which all others wait. Of ranks that do the same work it is one that takes a
+/// quarter longer than the median of the others, and a millisecond or more. A busy machine slows
+/// now this rank, now that one: only what lasts is news.
 class SlowRank {
  public:
   /// Enough to tell it from a rank to which something came between in one step.
   static constexpr int64_t kLeastSteps = 8;
+  /// Of the time of all steps so far, for which a rank must have been slow.
+  static constexpr double kLeastShare = 0.05;
+
+  /// A rank must have been slow for so long. What else a machine does mostly takes less than 10 s.
+  explicit SlowRank(double least_seconds = 10) : least_seconds_(least_seconds) {}
 
   /// What each rank itself took for the typical one of the last `steps` steps, in seconds, without
-  /// waits for others. Gives what there is to say, once per change: the slow rank and what it
-  /// costs, or that none is slow any more. Empty: nothing. Each time that none is slow any more,
-  /// the next news must hold for twice as many looks: a busy machine changes its mind all the time.
-  std::string after(int64_t steps, const std::vector<double>& own_seconds);
+  /// waits for others. `seconds`: what these steps took together. Gives what there is to say, once
+  /// for each rank: that it is slow, and what that costs. Empty: nothing.
+  std::string after(int64_t steps, double seconds, const std::vector<double>& own_seconds);
   /// The upper one of two in the middle. `values` must not be empty.
   static double median(std::vector<double> values);
 
  private:
-  std::vector<std::vector<double>> seconds_;  ///< By rank, since the last look.
-  int64_t steps_ = 0;
-  int slow_ = -1;      ///< As told.
-  int seen_ = -1;      ///< At the last look.
-  int64_t times_ = 0;  ///< In a row.
-  int64_t patience_ = 1;
+  double least_seconds_;
+  std::vector<std::vector<double>> own_seconds_;  ///< By rank, since the last look.
+  int64_t steps_ = 0;                             ///< Since then, and their time.
+  double seconds_ = 0;
+  double all_seconds_ = 0;
+  /// By rank: for how long it was slow, less the time in which it was not.
+  std::vector<double> slow_seconds_;
+  std::set<size_t> told_;
 };
 
 /// Lets all ranks stop at the same step although a signal reaches them at different ones. Agreeing
@@ -42,11 +49,10 @@ class SlowRank {
 /// A group of one looks at every step.
 class StopAgreement {
  public:
-  /// Steps that a signal waits at most. A rank that takes twice as long is named within 20: more
-  /// than half of these, and then all.
+  /// Steps that a signal waits at most.
   static constexpr int64_t kMostSteps = 12;
 
-  StopAgreement(const ProcessGroup& group, c10::Device device);
+  StopAgreement(const ProcessGroup& group, c10::Device device, SlowRank slow = SlowRank());
   /// Every rank calls after each step, with its own signal (0: none). The signal on which all ranks
   /// agreed, the same at the same step on every rank; 0: go on. `own_seconds`: what this rank
   /// itself took for a step in which all ranks do as much; 0: that is not to be compared. A rank

@@ -485,8 +485,7 @@ class Terminal(unittest.TestCase):
         self.assertTrue(any("samples/s" in bar and "ETA" in bar and "loss" in bar for bar in bars), bars)
         self.assertIn("\x1b[32m", output)
         self.assertNotIn("  step 50/", output)
-        # A busy machine may hold a rank up.
-        self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n(warning: rank \d is .*\r\n)*\Z")
+        self.assertRegex(output, r"test accuracy \S+ loss \S+\r\n\Z")
 
     def test_the_first_bars_have_a_loss_and_a_speed(self):
         output = self.on_terminal("--max-epochs", 1, "--log-every-n-steps", 100000)
@@ -628,7 +627,7 @@ class Ending(unittest.TestCase):
             t.wait_until(lambda: metrics.exists() and metrics.stat().st_size > 0, 60, "the first metrics")
             victim = next(pid for pid in processes_below(process.pid) if name_of(pid) != "supervisor")
             told = re.compile(r"rank [01] is slow: its own part of a step takes [\d.]+ ms, that of the other ranks [\d.]+ ms")
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 90
             while not any(map(told.search, lines)) and time.monotonic() < deadline:
                 os.kill(victim, signal.SIGSTOP)
                 time.sleep(0.01)
