@@ -196,7 +196,9 @@ struct Cli::Impl : HelpPage {
         app.add_flag_callback(names_of(info), [&] { words.flags.emplace_back(&info, ""); });
         continue;
       }
-      const auto take = [&](const std::vector<std::string>& values) {
+      const auto take = [&](std::vector<std::string> values) {
+        const bool is_list = info.placeholder.find(',') != std::string::npos;
+        if (is_list) values = {join(values, ",")};
         for (const auto& value : values) words.flags.emplace_back(&info, value);
       };
       app.add_option_function<std::vector<std::string>>(names_of(info), take)

@@ -34,10 +34,11 @@ std::string with_dashes(const std::string& word);
 /// The flags of a program or subcommand, with the conventions of torchrun and git.
 ///
 /// A name is "--max-epochs" or "-t,--tee". `--max_epochs` and `--max-epochs=3` are understood too.
-/// If a flag is given twice, the last value counts. Values are stored in the variables given here,
-/// whose initial value is shown as the default in --help. The variables must outlive `parse`. A
-/// mistake throws UsageError, which names the flag, the value, what was expected and similar known
-/// flags.
+/// If a flag is given twice, the last value counts. An option whose placeholder has a comma, "A,B",
+/// takes a list: given twice, its values are joined by commas. Values are stored in the variables
+/// given here, whose initial value is shown as the default in --help. The variables must outlive
+/// `parse`. A mistake throws UsageError, which names the flag, the value, what was expected and
+/// similar known flags.
 class Cli {
  public:
   /// `command` as the user types it: "lockstep train".

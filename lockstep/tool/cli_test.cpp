@@ -26,6 +26,7 @@ struct Command {
     cli.seed("-s,--seed", seed, "Seed");
     cli.option("--clip", clip, "Clipping", {0, 1e9});
     cli.option("--data-dir", folder, "Where", "DIR");
+    cli.option("--names", names, "Words", "NAME,...");
     cli.choice("--model", model, {"mlp", "convnet", "linear"}, "Which");
     cli.flag("-q,--quiet", quiet, "Say little");
     cli.also_called("--lr", {"--learning-rate"});
@@ -48,6 +49,7 @@ struct Command {
   uint64_t seed = 0;
   std::optional<double> clip;
   std::string folder;
+  std::string names;
   std::string model = "mlp";
   bool quiet = false;
   std::vector<int64_t> sizes = {4, 1024};
@@ -106,6 +108,22 @@ TEST(Cli, OfAFlagGivenTwiceTheLastOneCounts) {
   Command command;
   EXPECT_TRUE(command.parse({"--lr", "1", "--lr", "2"}));
   EXPECT_EQ(command.rate, 2);
+}
+
+TEST(Cli, OfAListGivenTwiceBothCount) {
+  Command command;
+  EXPECT_TRUE(command.parse({"--sizes", "1,2", "--sizes=3", "--backend", "shm", "--names", "a",
+                             "--backend=gloo", "--names", "b"}));
+  EXPECT_EQ(command.sizes, (std::vector<int64_t>{1, 2, 3}));
+  EXPECT_EQ(command.backends, (Words{"shm", "gloo"}));
+  EXPECT_EQ(command.names, "a,b");
+}
+
+TEST(Cli, AListReplacesThatOfAConfiguration) {
+  Command command;
+  command.cli.configure("--names", "a,b", "");
+  EXPECT_TRUE(command.parse({"--names", "c"}));
+  EXPECT_EQ(command.names, "c");
 }
 
 TEST(Cli, AnUnknownFlagGetsTheNearest) {

@@ -147,7 +147,7 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   cli.option("--rdzv-endpoint", raw.rdzv_endpoint,
              "Where hosts meet; with static another way to give --master-addr and --master-port; "
              "of etcd all members, A:2379,B:2379",
-             "ADDR:PORT");
+             "ADDR:PORT,...");
   cli.option("--rdzv-conf", raw.rdzv_conf,
              "join_timeout (600 s for MIN hosts to come), last_call_timeout (0.3 s for more), "
              "is_host (0 or 1); for etcd protocol (https), cacert, cert, key, user, password",
@@ -194,11 +194,11 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
   const auto streams = [](const char* flag, StreamMap& map) {
     return [flag, &map](const std::string& text) { map = parse_streams(flag, text); };
   };
-  cli.custom("-r,--redirects", "STREAMS",
+  cli.custom("-r,--redirects", "STREAMS,...",
              "Into files only: 0 nothing, 1 standard output, 2 standard error, 3 both; or by local "
              "rank, 0:3,1:1",
              "0", streams("--redirects", options.redirects));
-  cli.custom("-t,--tee", "STREAMS", "Into files and shown", "0", streams("--tee", options.tee));
+  cli.custom("-t,--tee", "STREAMS,...", "Into files and shown", "0", streams("--tee", options.tee));
   cli.option("--local-ranks-filter", raw.filter, "Show the output of these local ranks only",
              "R1,R2");
   cli.custom("--duplicate-stdout-filters", "A,B",
@@ -217,7 +217,7 @@ void declare(Cli& cli, RawFlags& raw, RunOptions& options) {
       "--signals-to-handle", raw.signals,
       "Forwarded to the workers, who are then to end; a second signal ends them at once. USR1 "
       "and USR2 are forwarded always, and end nothing unless they are named here",
-      "NAMES");
+      "NAME,...");
   cli.option("--shutdown-timeout", raw.shutdown_timeout,
              "Seconds between a signal to the ranks and KILL [TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else "
              "0.8 for the others when a rank has failed, and 30 after a signal to this command]",

@@ -40,6 +40,42 @@ TEST_F(ConfigFile, SetsWhatItNamesAndLeavesTheRest) {
   EXPECT_EQ(config.batch_size, RunConfig().batch_size);
 }
 
+TEST(TrainFlags, OfAListGivenTwiceBothCount) {
+  RunConfig config;
+  config.freeze = "of a configuration file";
+  tool::Cli cli("lockstep train", {});
+  add_flags(cli, config);
+  EXPECT_TRUE(cli.parse({"--freeze",
+                         "a",
+                         "--load-only=x",
+                         "--freeze",
+                         "b,c",
+                         "--logger",
+                         "jsonl",
+                         "--load-rename",
+                         "a=b",
+                         "--logger",
+                         "tensorboard",
+                         "--load-only",
+                         "y",
+                         "--load-rename",
+                         "c=d",
+                         "--pipeline-plan",
+                         "1",
+                         "--pipeline-plan",
+                         "2",
+                         "--mesh",
+                         "dp=2",
+                         "--mesh",
+                         "pp=2"}));
+  EXPECT_EQ(config.freeze, "a,b,c");
+  EXPECT_EQ(config.load_only, "x,y");
+  EXPECT_EQ(config.load_rename, "a=b,c=d");
+  EXPECT_EQ(config.logger, "jsonl,tensorboard");
+  EXPECT_EQ(config.pipeline_plan, "1,2");
+  EXPECT_EQ(config.mesh, "dp=2,pp=2");
+}
+
 TEST_F(ConfigFile, AnUnknownKeyGetsTheNearestOneWithItsLine) {
   EXPECT_THAT([&] { read("model = 'mlp'\nmax-epoch = 3\n"); },
               ThrowsMessage<UsageError>(HasSubstr(
