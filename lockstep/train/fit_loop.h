@@ -62,6 +62,7 @@ class FitLoop {
   TrainingModuleBase& module() { return *task_.module; }
   const StepLoop& steps() const { return loop_; }
   int64_t epoch() const { return epoch_; }
+  int64_t total_steps() const { return loop_.total_steps(epoch_, batches_); }
 
  private:
   struct SavedFolder {

@@ -124,6 +124,7 @@ bool StepLoop::run_step(int64_t first, int64_t end) {
 }
 
 int64_t StepLoop::total_steps(int64_t epoch, int64_t batches) const {
+  if (epoch >= options_.max_epochs) return step_;
   return step_ + steps_in(batches_per_epoch() - batches) +
          steps_of_epoch_ * (options_.max_epochs - epoch - 1);
 }

@@ -280,6 +280,9 @@ const TrainerOptions& Trainer::options() const {
 int64_t Trainer::global_step() const {
   return impl_->fitted("global_step").steps().step();
 }
+int64_t Trainer::total_steps() const {
+  return impl_->fitted("total_steps").total_steps();
+}
 int64_t Trainer::current_epoch() const {
   return impl_->fitted("current_epoch").epoch();
 }

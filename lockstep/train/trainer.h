@@ -172,8 +172,10 @@ class Trainer {
   void save_weights(const std::filesystem::path& path,
                     const std::map<std::string, std::string>& metadata = {});
 
-  /// Steps done in the whole run, and completed epochs.
+  /// Steps done in the whole run, those that it will have unless it stops early, and completed
+  /// epochs.
   int64_t global_step() const;
+  int64_t total_steps() const;
   int64_t current_epoch() const;
 
   const World& world() const;

@@ -245,6 +245,13 @@ class Folder(unittest.TestCase):
         result = self.resume("--global-batch-size", 32, check=False)
         self.assertIn("--global-batch-size '64' in the checkpoint, '32' in this run", result.stderr)
 
+    def test_with_other_ranks_the_number_of_steps_is_that_of_both_runs(self):
+        flags = ("--batch-size", 1000, "--checkpoint-dir", self.saved)
+        train("--devices", 2, "--max-epochs", 1, *flags)
+        result = train("--max-epochs", 2, "--log-every-n-steps", 1, "--resume", "auto", *flags)
+        self.assertIn(", 15 steps in 2 epochs\n", result.stdout)
+        self.assertIn("  step 15/15  ", result.stdout)
+
     def test_other_settings_are_told(self):
         """Another learning rate makes another course: no error, but no silence either."""
         self.save("--schedule", "step")

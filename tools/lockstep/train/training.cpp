@@ -161,8 +161,23 @@ int64_t shares_of(const RunConfig& config, const World& world) {
   return data_share(config.strategy, strategy_options(config), world.rank(), world.size()).size;
 }
 
-void print_opening(const RunConfig& config, const World& world, const ModelTask& made,
-                   Console& console) {
+/// Prints a line about ranks, with the number of steps: where the run goes on is known by then.
+class Opening : public Callback {
+ public:
+  Opening(std::string text, Console& console) : text_(std::move(text)), console_(console) {}
+  void on_start(Trainer& trainer) override {
+    console_.line(text_ + ", " + counted(trainer.total_steps(), "step") + " in " +
+                  counted(trainer.options().max_epochs, "epoch"));
+  }
+
+ private:
+  std::string text_;
+  Console& console_;
+};
+
+void add_opening(const RunConfig& config, const ModelTask& made, Trainer& trainer,
+                 Console& console) {
+  const World& world = trainer.world();
   const int64_t ranks = world.size();
   console.line("model " + config.model + " (" + with_thousands(made.parameters) + " parameters" +
                (made.frozen > 0 ? ", " + with_thousands(made.frozen) + " of them frozen" : "") +
@@ -170,14 +185,13 @@ void print_opening(const RunConfig& config, const World& world, const ModelTask&
                " samples, " + with_thousands(made.test_samples) + " held out)");
   const std::string over = ranks > 1 ? " over " + world.group().backend() : "";
   const int64_t shares = shares_of(config, world);
-  const int64_t steps =
-      steps_per_epoch(config, made.train.front().batches_per_epoch()) * config.max_epochs;
-  console.line(counted(ranks, "rank") + over + " on " + world.device().str() +
-               (config.strategy == "ddp" ? "" : ", strategy " + config.strategy) + ", batch size " +
-               std::to_string(config.batch_size) +
-               (config.logical_shards > 0 ? " per shard, " : " per rank, ") +
-               std::to_string(config.batch_size * config.accumulate_grad_batches * shares) +
-               " a step, " + counted(steps, "step") + " in " + counted(config.max_epochs, "epoch"));
+  trainer.add_callback(std::make_shared<Opening>(
+      counted(ranks, "rank") + over + " on " + world.device().str() +
+          (config.strategy == "ddp" ? "" : ", strategy " + config.strategy) + ", batch size " +
+          std::to_string(config.batch_size) +
+          (config.logical_shards > 0 ? " per shard, " : " per rank, ") +
+          std::to_string(config.batch_size * config.accumulate_grad_batches * shares) + " a step",
+      console));
 }
 
 /// The outcome of a part of the test data must not be taken for that of all of it.
@@ -393,7 +407,6 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   const RunConfig of_rank = with_batch_of_rank(config, world);
   ModelTask made = make_train_task(of_rank, world);
   config.memory_format = memory_format_name(made.memory_format);
-  if (!meets_again) print_opening(of_rank, world, made, console);
   // After the trainer, which may still be writing.
   const std::shared_ptr<void> tidied(nullptr, [&](void*) {
     if (world.rank() == 0 && config.snapshot_every > 0) remove_old_snapshots(config);
@@ -403,6 +416,7 @@ FitResult run_training(const RunConfig& wanted, const World& world, Console& con
   TrainerOptions options = trainer_options(config);
   options.loggers = loggers;
   Trainer trainer(world, std::move(options));
+  if (!meets_again) add_opening(of_rank, made, trainer, console);
   add_callbacks(config, trainer, folder, console);
   resume(of_rank, trainer, folder, console, job);
   trainer.load_optimizer(std::move(made.optimizer_state));
