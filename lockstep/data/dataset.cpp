@@ -4,6 +4,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
 
+#include <algorithm>
+
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
@@ -79,10 +81,7 @@ struct PathSet {
 
 const std::vector<PathSet>& path_sets() {
   static const std::vector<PathSet> sets{
-      {"file", "a .safetensors or .npz file or a folder of .npy files",
-       [](const std::filesystem::path& path, const DatasetOptions& options) {
-         return load_tensor_dataset(path, options.test_fraction);
-       }},
+      {"file", "a .safetensors or .npz file or a folder of .npy files", load_tensor_dataset},
       {"text", "a text file", load_text},
       {"folder", "a folder with a folder of images for each class",
        [](const std::filesystem::path& path, const DatasetOptions& options) {
@@ -115,6 +114,8 @@ void fetch_dataset(const std::string& name, const DatasetOptions& options) {
 
 DatasetSplits load_dataset(const std::string& name, const DatasetOptions& options) {
   const DatasetOptions resolved = with_data_dir(options);
+  const std::vector<std::string> names = dataset_names();
+  if (std::ranges::find(names, name) != names.end()) expect_no_test_fraction(name, options);
   if (const MnistLike* source = mnist_like(name)) return load_mnist(*source, resolved);
   if (name == "cifar10") return load_cifar10(resolved);
   if (name == "digits") return load_digits(resolved);

@@ -80,7 +80,8 @@ struct DatasetOptions {
   int64_t random_train = 2048;
   int64_t random_test = 256;
   /// file, text, folder: the fraction that is held out, from the end, when there is no test part.
-  double test_fraction = 0.1;
+  /// Unset: 0.1. With a test part, and for the other sets, it must be unset.
+  std::optional<double> test_fraction = {};
   /// text: tokens per sample. It should equal the model's context length.
   int64_t context = 128;
   /// text: tokens from the start of one sample to the start of the next. 0: `context`, so that an

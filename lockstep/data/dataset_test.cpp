@@ -76,6 +76,12 @@ TEST(Dataset, SizesMustBePositive) {
               HasSubstr("random_test is -1"));
 }
 
+TEST(Dataset, OfASetWithATestPartNoFractionIsTaken) {
+  for (const std::string& name : dataset_names())
+    EXPECT_THAT(complaint<UsageError>([&] { load_dataset(name, {.test_fraction = 0.2}); }),
+                HasSubstr(name + " has a test part"));
+}
+
 TEST(Dataset, FolderComesFromTheEnvironmentWhenNotGiven) {
   const TemporaryDirectory folder;
   test_files::SmallMnist().write(folder.path() / "mnist", true);

@@ -217,7 +217,6 @@ fs::path part_of(const fs::path& path, std::initializer_list<const char*> names)
 
 /// Holds out the last images of each class, so that every class is in both parts.
 std::pair<ImageList, ImageList> split(const ImageList& all, double test_fraction) {
-  check_test_fraction(test_fraction);
   std::vector<int64_t> count(all.classes.size()), seen(all.classes.size());
   for (const auto& [path, label] : all.images) ++count[label];
   ImageList train{all.name, all.classes, {}}, test = train;
@@ -315,10 +314,11 @@ DatasetSources open_image_folder(const fs::path& path, const DatasetOptions& opt
   const fs::path train_folder = part_of(path, {"train"});
   ImageList train, test;
   if (train_folder.empty()) {
-    std::tie(train, test) = split(list_images(path), options.test_fraction);
+    std::tie(train, test) = split(list_images(path), test_fraction_of(options));
   } else if (const fs::path test_folder = part_of(path, {"val", "test"}); test_folder.empty()) {
-    std::tie(train, test) = split(list_images(train_folder), options.test_fraction);
+    std::tie(train, test) = split(list_images(train_folder), test_fraction_of(options));
   } else {
+    expect_no_test_fraction("folder:" + path.string(), options);
     train = list_images(train_folder);
     test = list_images(test_folder);
     if (train.classes != test.classes) {

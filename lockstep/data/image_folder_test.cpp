@@ -206,7 +206,7 @@ TEST_F(ImageFolder, PartsAreThoseOfTheFolderOrTheLastOfEachClass) {
     image("dog/" + std::to_string(i) + ".png");
   }
   const std::string name = "folder:" + folder_.path().string();
-  const DatasetOptions options{.test_fraction = 0.4, .image_size = 7};
+  DatasetOptions options{.test_fraction = 0.4, .image_size = 7};
   DatasetSources sources = open_dataset(name, options);
   EXPECT_EQ(sources.train->size(), 6);
   EXPECT_EQ(sources.test->size(), 4);
@@ -214,6 +214,9 @@ TEST_F(ImageFolder, PartsAreThoseOfTheFolderOrTheLastOfEachClass) {
   EXPECT_THAT(read_all(*sources.test).targets.sum().item<int64_t>(), 2);
   for (const char* part : {"train", "val", "test"}) image(std::string(part) + "/cat/a.png");
   image("train/cat/b.png");
+  EXPECT_THAT(complaint<UsageError>([&] { open_dataset(name, options); }),
+              HasSubstr("has a test part"));
+  options.test_fraction.reset();
   sources = open_dataset(name, options);
   EXPECT_EQ(sources.train->size(), 2);
   EXPECT_EQ(sources.test->size(), 1);

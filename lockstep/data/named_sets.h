@@ -34,11 +34,15 @@ std::optional<std::filesystem::path> cifar10_folder(const std::filesystem::path&
 /// "text:PATH".
 DatasetSplits load_text(const std::filesystem::path& path, const DatasetOptions& options);
 
-/// "file:PATH". `test_fraction` of the rows, from the end and at least one, is held out when there
-/// is no test part.
-DatasetSplits load_tensor_dataset(const std::filesystem::path& path, double test_fraction);
+/// "file:PATH". The fraction of the rows, from the end and at least one, is held out when there is
+/// no test part.
+DatasetSplits load_tensor_dataset(const std::filesystem::path& path, const DatasetOptions& options);
 
-/// Throws UsageError unless it is between 0 and 1.
-void check_test_fraction(double test_fraction);
+/// DatasetOptions::test_fraction of a set without a test part. Throws UsageError unless it is
+/// between 0 and 1.
+double test_fraction_of(const DatasetOptions& options);
+/// For one that has a test part. Throws UsageError, which names the set, where the options ask for
+/// a fraction.
+void expect_no_test_fraction(const std::string& name, const DatasetOptions& options);
 
 }  // namespace lockstep

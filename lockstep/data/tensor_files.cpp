@@ -125,7 +125,6 @@ TensorDataset checked(const fs::path& path, const std::string& part, const Pair&
 }
 
 DatasetSplits split(const fs::path& path, const TensorDataset& all, double test_fraction) {
-  check_test_fraction(test_fraction);
   if (all.size() < 2) {
     throw DataError(path.string() + ": one sample only; expected two at least, to hold one out");
   }
@@ -154,13 +153,21 @@ void count_classes(const fs::path& path, DatasetSplits& splits) {
 
 }  // namespace
 
-void check_test_fraction(double test_fraction) {
-  if (test_fraction > 0 && test_fraction < 1) return;
+double test_fraction_of(const DatasetOptions& options) {
+  const double test_fraction = options.test_fraction.value_or(0.1);
+  if (test_fraction > 0 && test_fraction < 1) return test_fraction;
   throw UsageError("test_fraction is " + std::to_string(test_fraction) +
                    "; expected more than 0 and less than 1");
 }
 
-DatasetSplits load_tensor_dataset(const fs::path& path, double test_fraction) {
+void expect_no_test_fraction(const std::string& name, const DatasetOptions& options) {
+  if (!options.test_fraction) return;
+  throw UsageError("test_fraction is " + std::to_string(*options.test_fraction) + ", but dataset " +
+                       name + " has a test part of its own, which is held out",
+                   "leave the fraction out");
+}
+
+DatasetSplits load_tensor_dataset(const fs::path& path, const DatasetOptions& options) {
   const StateDict tensors = load_tensors(path);
   const auto train = find_pair(path, tensors, kTrainNames);
   if (!train) {
@@ -171,8 +178,9 @@ DatasetSplits load_tensor_dataset(const fs::path& path, double test_fraction) {
   }
   const auto test = find_pair(path, tensors, kTestNames);
   const TensorDataset learned = checked(path, "train", *train);
+  if (test) expect_no_test_fraction("file:" + path.string(), options);
   DatasetSplits splits = test ? DatasetSplits{learned, checked(path, "test", *test)}
-                              : split(path, learned, test_fraction);
+                              : split(path, learned, test_fraction_of(options));
   count_classes(path, splits);
   return splits;
 }

@@ -28,11 +28,11 @@ class TensorFiles : public testing::Test {
     save_safetensors(path, tensors);
     return path;
   }
-  DatasetSplits load(const fs::path& path, double test_fraction = 0.1) {
+  DatasetSplits load(const fs::path& path, std::optional<double> test_fraction = {}) {
     return load_dataset("file:" + path.string(), {.test_fraction = test_fraction});
   }
   template <typename E = DataError>
-  std::string complaint_about(const StateDict& tensors, double test_fraction = 0.1) {
+  std::string complaint_about(const StateDict& tensors, std::optional<double> test_fraction = {}) {
     const fs::path path = saved(tensors);
     return complaint<E>([&] { load(path, test_fraction); });
   }
@@ -143,6 +143,12 @@ TEST_F(TensorFiles, PairsThatDoNotFit) {
               HasSubstr("has test_data but no test_targets"));
   EXPECT_THAT(complaint_about<UsageError>({{"data", rows(3)}, {"targets", labels(3)}}, 1.0),
               HasSubstr("test_fraction is 1.0"));
+  EXPECT_THAT(complaint_about<UsageError>({{"data", rows(3)},
+                                           {"targets", labels(3)},
+                                           {"test_data", rows(2)},
+                                           {"test_targets", labels(2)}},
+                                          0.5),
+              HasSubstr("has a test part"));
 }
 
 }  // namespace tensor_files_test

@@ -101,7 +101,7 @@ DatasetSplits load_text(const fs::path& path, const DatasetOptions& options) {
     throw UsageError("data set text: a context of " + std::to_string(context) +
                      " and a stride of " + std::to_string(stride) + "; expected at least 1");
   }
-  check_test_fraction(options.test_fraction);
+  const double test_fraction = test_fraction_of(options);
   std::error_code ignored;
   if (!fs::exists(path, ignored)) {
     throw DataError("data set text:" + path.string() + ": there is no such file",
@@ -120,8 +120,7 @@ DatasetSplits load_text(const fs::path& path, const DatasetOptions& options) {
   const at::Tensor tokens = at::empty({size}, at::kLong);
   auto* to = tokens.mutable_data_ptr<int64_t>();
   for (const char32_t character : characters) *to++ = number[character];
-  const auto trained =
-      static_cast<int64_t>(static_cast<double>(size) * (1 - options.test_fraction));
+  const auto trained = static_cast<int64_t>(static_cast<double>(size) * (1 - test_fraction));
   return {windows(path, "training", tokens.slice(0, 0, trained), classes, context, stride),
           windows(path, "held-out", tokens.slice(0, trained), classes, context, stride)};
 }

@@ -108,6 +108,7 @@ DatasetSources open_data(const RunConfig& config, const World& world) {
   DatasetOptions options = dataset_options(config);
   options.unpacked = unpacked_files();
   options.image_size = config.image_size;
+  options.test_fraction = config.test_fraction;
   if (config.augment) options.train_image_size = config.image_size * 8 / 7;
   const ModelInfo model = model_info(config.model);
   if (model.per_token) options.context = model.input_shape.at(0);
