@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <string>
 
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/checkpoint_writer.h"
@@ -35,6 +36,22 @@ class Checkpointer : public Callback {
   int64_t every_n_steps_;
   OnInterruptSaved saved_;
   CheckpointOverlap overlap_;
+};
+
+/// Prints a line every `log_every_n_steps` steps and after each epoch, with all metrics. Rank 0
+/// prints; the others may have it too. A Trainer by itself prints nothing.
+class PrintProgress : public Callback {
+ public:
+  /// Gets each line, without its newline.
+  using Print = std::function<void(const std::string& line)>;
+  /// Without `print` lines go to standard output.
+  explicit PrintProgress(Print print = {});
+  void on_log(Trainer& trainer, const LogResult& result) override;
+  void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
+  void on_interrupt(Trainer& trainer, int signal_number) override;
+
+ private:
+  Print print_;
 };
 
 /// Ends the run when the test loss has not become lower for `patience` epochs. A loss that is NaN

@@ -218,6 +218,63 @@ TEST_F(TrainerTest, ASignalEndsAnEvaluationAndTheEpochIsFinishedAfterAResume) {
   }
 }
 
+TEST_F(TrainerTest, TheNumberOfStepsIsKnownFromTheStart) {
+  struct Asker : Callback {
+    std::vector<int64_t> told;
+    void on_start(Trainer& trainer) override { told.push_back(trainer.total_steps()); }
+    void on_step(Trainer& trainer, const StepResult& result) override {
+      told.push_back(trainer.total_steps());
+      told.push_back(result.total_steps);
+    }
+    void on_epoch_end(Trainer& trainer, const EpochResult&) override { on_start(trainer); }
+  };
+  const auto asker = std::make_shared<Asker>();
+  TrainerOptions options;
+  options.max_epochs = 2;
+  options.accumulate_grad_batches = 2;
+  Trainer trainer(world_, options);
+  trainer.add_callback(asker);
+  trainer.fit(small_task());
+  EXPECT_THAT(asker->told, ::testing::AllOf(::testing::SizeIs(15), ::testing::Each(6)));
+}
+
+TEST_F(TrainerTest, ProgressIsPrinted) {
+  TrainerOptions options;
+  options.max_epochs = 2;
+  options.log_every_n_steps = 3;
+  std::vector<std::string> lines;
+  Trainer trainer(world_, options);
+  trainer.add_callback(
+      std::make_shared<PrintProgress>([&](const std::string& line) { lines.push_back(line); }));
+  trainer.fit(small_task());
+  ASSERT_EQ(lines.size(), 5u);
+  EXPECT_THAT(lines[0], ::testing::MatchesRegex("epoch 1/2  step 3/10  loss [0-9.]+  accuracy "
+                                                "[0-9.]+  lr 0.001  [0-9]+ samples/s"));
+  EXPECT_THAT(lines[1], ::testing::MatchesRegex("epoch 1/2  train loss [0-9.]+  accuracy [0-9.]+  "
+                                                "test loss [0-9.]+  accuracy [0-9.]+  [0-9]+ "
+                                                "samples/s  .*s"));
+  EXPECT_THAT(lines[2], HasSubstr("epoch 2/2  step 6/10"));
+  EXPECT_THAT(lines[4], HasSubstr("epoch 2/2  train loss"));
+}
+
+TEST_F(TrainerTest, ProgressHasTheMetricsThatAModuleLogs) {
+  std::vector<std::string> lines;
+  PrintProgress progress([&](const std::string& line) { lines.push_back(line); });
+  Trainer trainer(world_, {});
+  EpochResult result;
+  result.max_epochs = 1;
+  result.train.values = {{"d_loss", 0.25}, {"g_loss", 2}};
+  result.test.samples = 10;
+  result.test.accuracy = 0.5;
+  progress.on_epoch_end(trainer, result);
+  result.train = {};
+  result.test = {};
+  progress.on_epoch_end(trainer, result);
+  ASSERT_EQ(lines.size(), 2u);
+  EXPECT_THAT(lines[0], HasSubstr("  train d_loss 0.2500  g_loss 2.0000  test accuracy 0.5000  "));
+  EXPECT_THAT(lines[1], HasSubstr("  train loss nan  0 samples/s"));
+}
+
 TEST_F(TrainerTest, TheScheduleSpansTheRun) {
   TrainerOptions options;
   options.max_epochs = 2;

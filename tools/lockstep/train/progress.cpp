@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstdio>
 
-#include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
+#include "lockstep/train/progress_text.h"
 #include "lockstep/train/trainer.h"
 
 namespace lockstep {
@@ -13,34 +13,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kRedraw{100};
 
-std::string metrics_text(const Metrics& metrics) {
-  std::string text = "loss " + four_digits(metrics.loss);
-  if (!std::isnan(metrics.accuracy)) text += "  accuracy " + four_digits(metrics.accuracy);
-  return text;
-}
-
-std::string epoch_text(int64_t epoch, int64_t max_epochs) {
-  return "epoch " + std::to_string(epoch + 1) + "/" + std::to_string(max_epochs);
-}
-
-std::string speed_text(double samples_per_s) {
-  return std::to_string(std::llround(samples_per_s)) + " samples/s";
-}
-
-std::string short_number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.4g", value);
-  return text;
-}
-
 }  // namespace
-
-std::string four_digits(double value) {
-  if (std::isnan(value)) return "nan";
-  char text[64];
-  std::snprintf(text, sizeof text, "%.4f", value);
-  return text;
-}
 
 std::string outcome_line(const Metrics& test) {
   const std::string loss = "loss " + four_digits(test.loss);
@@ -86,7 +59,6 @@ std::string Progress::bar(const StepResult& result) const {
 }
 
 void Progress::on_step(Trainer& trainer, const StepResult& result) {
-  last_step_ = result.step;
   samples_ += result.samples;
   if (first_step_ < 0) first_step_ = result.step - 1;
   if (!console_.is_live()) return;
@@ -98,23 +70,7 @@ void Progress::on_step(Trainer& trainer, const StepResult& result) {
 
 void Progress::on_log(Trainer& trainer, const LogResult& result) {
   last_log_ = result;
-  const StepResult& step = result.step;
-  // The rest of an epoch is told by the epoch's own line.
-  if (console_.is_live() || step.step % trainer.options().log_every_n_steps != 0) return;
-  console_.line(epoch_text(step.epoch, max_epochs_) + "  step " + std::to_string(step.step) + "/" +
-                std::to_string(step.total_steps) + "  " + metrics_text(result.metrics) + "  lr " +
-                short_number(step.lr) + "  " + speed_text(result.samples_per_s));
-}
-
-void Progress::on_epoch_end(Trainer& trainer, const EpochResult& result) {
-  console_.line(epoch_text(result.epoch, max_epochs_) + "  train " + metrics_text(result.train) +
-                "  test " + metrics_text(result.test) + "  " + speed_text(result.samples_per_s) +
-                "  " + human_seconds(result.seconds));
-}
-
-void Progress::on_interrupt(Trainer& trainer, int signal_number) {
-  console_.line(std::string(InterruptedError(signal_number).what()) + " after step " +
-                std::to_string(last_step_));
+  if (!console_.is_live()) PrintProgress::on_log(trainer, result);
 }
 
 void Progress::on_end(Trainer& trainer, const FitResult& result) {

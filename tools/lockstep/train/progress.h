@@ -3,28 +3,25 @@
 #include <chrono>
 #include <string>
 
-#include "lockstep/train/callback.h"
+#include "lockstep/train/callbacks.h"
 #include "tools/lockstep/train/console.h"
 
 namespace lockstep {
 
-/// "0.9731": four digits after the point; "nan", whatever its sign, "inf" and "-inf".
-std::string four_digits(double value);
-
 /// "test accuracy 0.9731 loss 0.0912"; for regression "test loss 0.0912".
 std::string outcome_line(const Metrics& test);
 
-/// Shows how a run goes on rank 0: a line for every log and epoch. On a terminal a live bar is in
-/// place of the lines for logs. Until the first log the bar has rank 0's own loss.
-class Progress : public Callback {
+/// PrintProgress on a console. On a terminal a live bar is in place of the lines for logs. Until
+/// the first log the bar has rank 0's own loss.
+class Progress : public PrintProgress {
  public:
   /// `console` must outlive it.
-  explicit Progress(Console& console) : console_(console) {}
+  explicit Progress(Console& console)
+      : PrintProgress([&console](const std::string& line) { console.line(line); }),
+        console_(console) {}
   void on_start(Trainer& trainer) override;
   void on_step(Trainer& trainer, const StepResult& result) override;
   void on_log(Trainer& trainer, const LogResult& result) override;
-  void on_epoch_end(Trainer& trainer, const EpochResult& result) override;
-  void on_interrupt(Trainer& trainer, int signal_number) override;
   void on_end(Trainer& trainer, const FitResult& result) override;
 
  private:
@@ -34,8 +31,7 @@ class Progress : public Callback {
   Console& console_;
   int64_t max_epochs_ = 0;
   int64_t first_step_ = -1;  ///< Done before this process began.
-  int64_t last_step_ = 0;
-  int64_t samples_ = 0;  ///< Of all ranks, since the process began to train.
+  int64_t samples_ = 0;      ///< Of all ranks, since the process began to train.
   LogResult last_log_;
   Clock::time_point drawn_;
 };
