@@ -1,12 +1,18 @@
 #include "lockstep/base/error.h"
 
+#include <cxxabi.h>
+#include <dlfcn.h>
+#include <execinfo.h>
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
+#include "lockstep/base/env.h"
 #include "lockstep/base/file_size_limit.h"
 #include "lockstep/base/text.h"
 
@@ -15,6 +21,40 @@ namespace {
 
 std::string with_hint(const std::string& message, const std::string& hint) {
   return hint.empty() ? message : message + "\n  hint: " + hint;
+}
+
+std::string demangled(const char* name) {
+  int status = 0;
+  const std::unique_ptr<char, decltype(&std::free)> text(
+      abi::__cxa_demangle(name, nullptr, nullptr, &status), &std::free);
+  return text ? text.get() : name;
+}
+
+/// The calls that led here, from the caller of an Error's constructor on, as addr2line takes them.
+/// Functions of a program have names here only where it exports them.
+std::string backtrace_text() {
+  constexpr int kFirst = 2, kMost = 64;
+  void* frames[kMost];
+  const int count = ::backtrace(frames, kMost);
+  std::string text = "\n  backtrace:";
+  for (int i = kFirst; i < count; ++i) {
+    // An address to return to may lie in the next line.
+    const char* const address = static_cast<const char*>(frames[i]) - 1;
+    Dl_info info{};
+    if (::dladdr(address, &info) == 0) continue;
+    char offset[32];
+    std::snprintf(offset, sizeof offset, " 0x%tx", address - static_cast<char*>(info.dli_fbase));
+    text += std::string("\n    ") + info.dli_fname + offset;
+    if (info.dli_sname) text += " " + demangled(info.dli_sname);
+  }
+  return text;
+}
+
+/// What std::runtime_error keeps. PyTorch's variable, which LibTorch's own errors need in Python
+/// only.
+std::string what_of(const std::string& message, const std::string& hint) {
+  const bool shown = env_string("TORCH_SHOW_CPP_STACKTRACES") == "1";
+  return with_hint(message, hint) + (shown ? backtrace_text() : "");
 }
 
 /// What to do about an error that the call itself says nothing about.
@@ -46,7 +86,7 @@ std::string signal_name(int number) {
 }  // namespace
 
 Error::Error(const std::string& message, const std::string& hint)
-    : std::runtime_error(with_hint(message, hint)) {}
+    : std::runtime_error(what_of(message, hint)) {}
 
 SystemError::SystemError(const std::string& message, int errno_value, const std::string& hint)
     : Error(message + ": " + std::strerror(errno_value),

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
+#include <cerrno>
 #include <csignal>
+#include <cstdlib>
 
 namespace lockstep {
 namespace error_test {
@@ -42,6 +44,15 @@ TEST(Error, AFileThatIsTooLargeNamesTheLimit) {
   ::setrlimit(RLIMIT_FSIZE, &before);
   EXPECT_NE(text.find("`ulimit -f` allows"), std::string::npos) << text;
   EXPECT_NE(text.find("3.0 MB"), std::string::npos) << text;
+}
+
+TEST(Error, HasABacktraceWhereThatIsAskedFor) {
+  ::setenv("TORCH_SHOW_CPP_STACKTRACES", "1", 1);
+  const std::string text = UsageError("it broke", "mend it").what();
+  ::unsetenv("TORCH_SHOW_CPP_STACKTRACES");
+  EXPECT_TRUE(text.starts_with("it broke\n  hint: mend it\n")) << text;
+  EXPECT_NE(text.find(program_invocation_short_name), std::string::npos) << text;
+  EXPECT_NE(text.find("__libc_start"), std::string::npos) << "down to main: " << text;
 }
 
 TEST(Error, ExitCodes) {
