@@ -29,7 +29,7 @@ CONTEXT = {
     "parallel.md": "lockstep::DataLoader loader = made<lockstep::DataLoader>(); int64_t epoch; at::Tensor x, y;"
                    "at::Tensor loss_of(at::Tensor, at::Tensor); at::Tensor criterion(at::Tensor, at::Tensor);"
                    "struct Net : torch::nn::Module {};",
-    "porting.md": "at::Tensor output;",
+    "porting.md": "at::Tensor output, x, y;",
     "logging.md": "int64_t step; double loss, rate; struct Net : torch::nn::Module { torch::nn::Linear layer{1, 1}; };"
                   "std::shared_ptr<Net> model;",
     "mpi.md": "void* comm;",
