@@ -44,7 +44,8 @@ PtFile load_pt(const std::filesystem::path& path);
 
 /// Writes a state_dict that Python's `torch.load(path, weights_only=True)` reads, through an
 /// AtomicFile. Tensors may be on any device and of any strides. It takes the memory of one more
-/// copy. Throws UsageError for a name that is given twice, and SystemError (a full disk, a read-only folder) and leaves nothing behind.
+/// copy. Throws UsageError for a name that is given twice, and SystemError (a full disk, a
+/// read-only folder) and leaves nothing behind.
 void save_pt(const std::filesystem::path& path, const StateDict& tensors);
 
 struct TensorInfo {
@@ -102,10 +103,11 @@ std::vector<std::string> tensor_formats();
 std::string format_of_name(const std::filesystem::path& path);
 
 /// Writes all tensors into a file, atomically, or into a new folder ("hf"), in files of at most
-/// 5 GB. Throws DataError for a source without tensors. With `shards` in so many files, each with as many rows of every tensor. safetensors and hf
-/// take the memory of one tensor, pt of two copies of all. An hf folder is read by Python's
-/// HuggingFaceStorageReader, which reshards, and by Hugging Face's libraries. Throws UsageError for
-/// a folder that is there and not empty, SystemError, and what reading throws.
+/// 5 GB. Throws DataError for a source without tensors. With `shards` in so many files, each with
+/// as many rows of every tensor. safetensors and hf take the memory of one tensor, pt of two copies
+/// of all. An hf folder is read by Python's HuggingFaceStorageReader, which reshards, and by
+/// Hugging Face's libraries. Throws UsageError for a folder that is there and not empty,
+/// SystemError, and what reading throws.
 void convert_tensors(const TensorReader& source, const std::filesystem::path& target,
                      const std::string& format, int64_t shards = 0);
 

@@ -13,19 +13,13 @@
 #include "lockstep/base/state_dict.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/tensor_shard.h"
+#include "lockstep/parallel/flat_unit.h"
 
 namespace torch::nn {
 class Module;
 }
 
 namespace lockstep::detail {
-
-/// Elements [begin, end) of a parameter, in the order of its memory.
-struct Part {
-  int64_t begin = 0;
-  int64_t end = 0;
-  int64_t numel() const { return end - begin; }
-};
 
 /// How the state of a whole optimizer is spread over the ranks of a group.
 struct StateSpread {

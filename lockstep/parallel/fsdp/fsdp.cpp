@@ -28,24 +28,15 @@ c10::Device device_of(const ModuleState& state) {
 
 /// How a state of the whole module's parameters is spread, by their indices.
 StateSpread spread_of(const ShardedParameters& parameters) {
-  struct Place {
-    int64_t offset, shard_size;
-  };
-  std::vector<Place> places;
   StateSpread spread{parameters.group(), {}, {}, /*always_vectors=*/true};
   for (const FlatUnit& unit : parameters.units()) {
     for (const FlatParameter& parameter : unit.parameters) {
-      places.resize(std::max(places.size(), parameter.index + 1));
-      spread.parameters.resize(places.size());
-      places[parameter.index] = {parameter.offset, unit.shard_size};
+      spread.parameters.resize(std::max(spread.parameters.size(), parameter.index + 1));
       spread.parameters[parameter.index] = parameter.tensor;
     }
   }
-  spread.part = [places = std::move(places), all = spread.parameters](int rank, size_t index) {
-    const auto [offset, size] = places[index];
-    const int64_t count = all[index].numel();
-    const int64_t begin = std::clamp<int64_t>(rank * size - offset, 0, count);
-    return Part{begin, std::clamp<int64_t>((rank + 1) * size - offset, begin, count)};
+  spread.part = [places = FlatPlaces(parameters.units())](int rank, size_t index) {
+    return places.part(rank, index);
   };
   return spread;
 }
@@ -167,7 +158,7 @@ class Fsdp final : public FsdpCore {
     FsdpStatistics statistics;
     for (const FlatUnit& unit : parameters_->units()) {
       statistics.units.push_back(unit.name);
-      statistics.unit_elements.push_back(unit.shard_size * group().size());
+      statistics.unit_elements.push_back(unit.length());
     }
     statistics.shared_memory = parameters_->shared();
     statistics.gathers = parameters_->gathers();

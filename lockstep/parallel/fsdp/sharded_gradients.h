@@ -4,12 +4,12 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "lockstep/parallel/fsdp/sharded_parameters.h"
 #include "lockstep/parallel/fsdp/watched_memory.h"
 #include "lockstep/parallel/gradient_tracker.h"
+#include "lockstep/parallel/shard_reducer.h"
 
 namespace lockstep::detail {
 
@@ -37,17 +37,13 @@ class WithheldGradients final : private MemoryWatcher {
   std::vector<at::Tensor> stand_ins_, before_;
 };
 
-/// Averages the gradients of a module's units over ranks while backward runs, into shards.
-///
-/// When all gradients of a unit are there, they are divided into a flat buffer and freed, and the
-/// unit's parameters too. A reduce-scatter of the buffer adds this rank's shard to the gradients of
-/// its pieces. Units are reduced in one order on all ranks: at first the opposite of the module's,
-/// then that in which rank 0's first gradients came.
+/// Averages the gradients of a module's units over ranks while backward runs, into shards. A unit's
+/// parameters are freed when its gradients are there.
 class ShardedGradients : private GradientTracker {
  public:
   /// `pieces`: what the optimizer updates, one for each of `parameters.pieces()` that needs a
   /// gradient, in that order. They get gradients.
-  ShardedGradients(ShardedParameters& parameters, std::vector<at::Tensor> pieces,
+  ShardedGradients(ShardedParameters& parameters, const std::vector<at::Tensor>& pieces,
                    const FsdpOptions& options);
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
@@ -69,22 +65,9 @@ class ShardedGradients : private GradientTracker {
   void drop_incomplete();
   /// Bytes of gradients that this rank keeps.
   int64_t bytes() const;
-  int64_t reductions() const { return reductions_; }
+  int64_t reductions() const { return reducer_.reductions(); }
 
  private:
-  struct Unit {
-    std::vector<size_t> trainable;  ///< Indices of its parameters that need a gradient.
-    size_t awaited = 0;             ///< Gradients of those.
-    at::Tensor gradient;            ///< This rank's shard, with pieces' gradients in it.
-    std::vector<size_t> pieces;     ///< Indices of this rank's.
-  };
-  /// A reduction that is under way.
-  struct Reduction {
-    size_t unit;
-    at::Tensor staged;
-    at::Tensor result;
-    Work work;
-  };
   /// A parameter that needs a gradient.
   struct Member {
     size_t unit;
@@ -98,42 +81,23 @@ class ShardedGradients : private GradientTracker {
   void refuse_second(size_t index, bool same_backward, const std::vector<size_t>& missing) override;
   void on_end();
   void refuse_module();
-  const FlatParameter& parameter(size_t index) const;
-  void reduce_in_turn();
-  void reduce(size_t unit, bool wait);
-  void stage(const Unit& unit, size_t index, const at::Tensor& staged);
-  at::Tensor staging_buffer(size_t unit);
-  void tell_if_kept(size_t piece);
-  void take_result(Reduction reduction);
-  void agree_on_order();
-  at::ScalarType reduce_dtype(size_t unit) const;
+  const FlatParameter& parameter(const Member& member) const {
+    return parameters_.units()[member.unit].parameters[member.parameter];
+  }
   std::string place() const;
 
   ShardedParameters& parameters_;
-  const std::vector<at::Tensor> pieces_;
-  /// Versions of `pieces_` when their gradients were first set: a step changes them.
-  std::vector<uint32_t> versions_ = std::vector<uint32_t>(pieces_.size());
-  bool told_kept_ = false;
-  std::vector<Piece> places_;  ///< Of `pieces_`.
-  const std::optional<at::ScalarType> reduce_dtype_;
   const bool find_unused_;
-  std::vector<Unit> units_;
-  std::vector<size_t> order_;     ///< In which units are reduced.
-  std::vector<size_t> arrivals_;  ///< In which they were complete, until the order follows it.
-  size_t next_ = 0;               ///< In `order_`.
-  bool ordered_ = false;
+  std::vector<Member> members_;
+  const std::vector<at::Tensor> pieces_;
+  WithheldGradients withheld_;
+  ShardReducer reducer_;
   bool complete_ = false;  ///< All gradients have come in this backward or before.
   bool synchronizing_ = true;
   int64_t expected_ = 0;  ///< Backwards.
   bool keeps_graph_ = false;
   bool refuses_module_ = false;
   bool has_refused_ = false;
-  std::vector<at::Tensor> buffers_;  ///< In turn.
-  size_t turn_ = 0;
-  std::vector<Reduction> running_;
-  int64_t reductions_ = 0;
-  WithheldGradients withheld_;
-  std::vector<Member> members_;
 };
 
 }  // namespace lockstep::detail

@@ -49,7 +49,7 @@ at::ScalarType ShardedParameters::whole_dtype(size_t unit) const {
 
 int64_t ShardedParameters::whole_bytes(size_t unit) const {
   const auto item = static_cast<int64_t>(c10::elementSize(whole_dtype(unit)));
-  return (units_[unit].shard_size * group_.size() * item + 63) / 64 * 64;
+  return (units_[unit].length() * item + 63) / 64 * 64;
 }
 
 /// A group of one has no need of a memory in common: its shards are the whole.
@@ -64,7 +64,7 @@ void ShardedParameters::share_memory() {
   for (size_t u = 0; u < units_.size(); ++u) {
     common_.push_back(memory.narrow(0, begin, whole_bytes(u))
                           .view(units_[u].dtype)
-                          .narrow(0, 0, units_[u].shard_size * group_.size()));
+                          .narrow(0, 0, units_[u].length()));
     begin += whole_bytes(u);
   }
 }
@@ -74,7 +74,7 @@ void ShardedParameters::make_shards() {
   const auto options = at::TensorOptions().device(options_.cpu_offload ? c10::kCPU : device_);
   const int rank = group_.rank(), size = group_.size();
   for (size_t u = 0; u < units_.size(); ++u) {
-    const int64_t elements = units_[u].shard_size;
+    const int64_t elements = units_[u].shard_size();
     shards_.push_back(shared_ ? common_[u].narrow(0, rank * elements, elements)
                               : at::zeros({elements}, options.dtype(units_[u].dtype)));
   }
@@ -106,8 +106,8 @@ void ShardedParameters::adopt_module() {
   state_.reserve(units_.size());
   for (size_t u = 0; u < units_.size(); ++u) {
     const FlatUnit& unit = units_[u];
-    state_.push_back({WatchedMemory(*this, u, unit.shard_size * group_.size(), whole_dtype(u),
-                                    device_, whole_dtype(u) != unit.dtype)});
+    state_.push_back({WatchedMemory(*this, u, unit.length(), whole_dtype(u), device_,
+                                    whole_dtype(u) != unit.dtype)});
     WatchedMemory& memory = state_.back().memory;
     for (const FlatParameter& parameter : unit.parameters) {
       at::Tensor tensor = parameter.tensor;
@@ -278,7 +278,7 @@ void ShardedParameters::release(size_t unit) {
 void ShardedParameters::start_gather(size_t unit) {
   ++gathers_;
   const at::ScalarType dtype = whole_dtype(unit);
-  const int64_t elements = units_[unit].shard_size * group_.size();
+  const int64_t elements = units_[unit].length();
   const int64_t bytes = whole_bytes(unit);
   at::Tensor memory;
   for (size_t i = 0; i < free_buffers_.size() && !memory.defined(); ++i) {
@@ -300,7 +300,7 @@ void ShardedParameters::start_gather(size_t unit) {
 void ShardedParameters::finish_gather(size_t unit) {
   Unit& state = state_[unit];
   std::exchange(state.work, {}).wait();
-  const int64_t elements = units_[unit].shard_size * group_.size();
+  const int64_t elements = units_[unit].length();
   const at::Tensor whole = state.buffer.view(whole_dtype(unit)).narrow(0, 0, elements);
   check_marker(unit, whole);
   state.memory.put(whole);
@@ -368,7 +368,7 @@ void ShardedParameters::end_full() {
   const int rank = group_.rank();
   for (size_t u = 0; u < units_.size() && writes; ++u) {
     const at::Tensor whole = state_[u].buffer.view(whole_dtype(u));
-    shards_[u].copy_(whole.narrow(0, rank * units_[u].shard_size, units_[u].shard_size));
+    shards_[u].copy_(whole.narrow(0, rank * units_[u].shard_size(), units_[u].shard_size()));
     if (!shared_) continue;
     state_[u].memory.put(common_[u]);
     state_[u].buffer.reset();

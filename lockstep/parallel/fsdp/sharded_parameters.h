@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
-#include "lockstep/parallel/fsdp/flat_unit.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/fsdp/unit_plan.h"
 #include "lockstep/parallel/fsdp/watched_memory.h"
 
 namespace lockstep::detail {

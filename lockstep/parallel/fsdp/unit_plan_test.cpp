@@ -1,4 +1,4 @@
-#include "lockstep/parallel/fsdp/flat_unit.h"
+#include "lockstep/parallel/fsdp/unit_plan.h"
 
 #include <ATen/ATen.h>
 #include <gmock/gmock.h>
@@ -92,11 +92,11 @@ TEST(FlatUnit, PiecesCoverEachParameterOnceAndBeginAtBlocks) {
     for (int rank = 0; rank < ranks; ++rank) {
       for (const Piece& piece : pieces_of(units, rank)) {
         const FlatParameter& parameter = units[piece.unit].parameters[piece.parameter];
-        EXPECT_EQ(piece.begin % kShardBlock, 0);
-        EXPECT_EQ(piece.shard_offset % kShardBlock, 0);
-        EXPECT_EQ(rank * units[piece.unit].shard_size + piece.shard_offset,
+        EXPECT_EQ(piece.begin % kFlatBlock, 0);
+        EXPECT_EQ(piece.shard_offset % kFlatBlock, 0);
+        EXPECT_EQ(rank * units[piece.unit].shard_size() + piece.shard_offset,
                   parameter.offset + piece.begin);
-        EXPECT_LE(piece.shard_offset + piece.size, units[piece.unit].shard_size);
+        EXPECT_LE(piece.shard_offset + piece.size, units[piece.unit].shard_size());
         covered[parameter.index] += piece.size;
       }
     }
@@ -104,7 +104,7 @@ TEST(FlatUnit, PiecesCoverEachParameterOnceAndBeginAtBlocks) {
     for (size_t i = 0; i < parameters.size(); ++i) EXPECT_EQ(covered[i], parameters[i].numel());
     for (const FlatUnit& unit : units) {
       const FlatParameter& last = unit.parameters.back();
-      EXPECT_GT(unit.shard_size * ranks, last.offset + last.tensor.numel());
+      EXPECT_GT(unit.shard_size() * ranks, last.offset + last.tensor.numel());
     }
   }
 }

@@ -145,7 +145,7 @@ void run_watched(const c10::OperatorHandle& operation, c10::DispatchKeySet,
 
 /// Made with the first watched memory: the table of all operations is computed anew for it, which
 /// other programs need not wait for.
-void register_kernel() {
+void register_watched_kernel() {
   static const torch::Library library = [] {
     torch::Library made(torch::Library::IMPL, "_", kWatchKey, __FILE__, __LINE__);
     made.fallback(torch::CppFunction::makeFromBoxedFunction<&run_watched>());
@@ -158,7 +158,7 @@ void register_kernel() {
 WatchedMemory::WatchedMemory(MemoryWatcher& watcher, size_t index, int64_t elements,
                              at::ScalarType dtype, c10::Device device, bool converts)
     : watch_(std::make_shared<Watch>(Watch{&watcher, index, dtype, converts})) {
-  register_kernel();
+  register_watched_kernel();
   const auto type = c10::scalarTypeToTypeMeta(dtype);
   const auto bytes = elements * static_cast<int64_t>(type.itemsize());
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(

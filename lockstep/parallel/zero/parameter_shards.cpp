@@ -20,55 +20,44 @@ bool gathers_in_place(const ProcessGroup& group) {
   return group.backend() == "shm" || group.backend() == "nccl";
 }
 
-int64_t up_to_cut(int64_t elements) {
-  return (elements + kCut - 1) / kCut * kCut;
-}
-
 bool alike(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() && a.device() == b.device();
 }
 
-/// Puts `members` one after the other.
-ShardBucket lay_out(const std::vector<at::Tensor>& parameters, std::vector<size_t> members) {
-  ShardBucket bucket{std::move(members), {}, {0}};
-  for (int64_t at = 0; const size_t index : bucket.parameters) {
-    bucket.offsets.push_back(at);
-    at += up_to_cut(parameters[index].numel());
-  }
-  return bucket;
-}
-
-int64_t length_of(const std::vector<at::Tensor>& parameters, const ShardBucket& bucket) {
-  return bucket.offsets.back() + up_to_cut(parameters[bucket.parameters.back()].numel());
+FlatUnit unit_of(const std::vector<at::Tensor>& parameters, const std::vector<size_t>& members) {
+  FlatUnit unit;
+  for (const size_t index : members)
+    unit.add("parameter " + std::to_string(index), parameters[index], index);
+  unit.dtype = parameters[members.front()].scalar_type();
+  return unit;
 }
 
 }  // namespace
 
-ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout layout,
+ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, std::vector<FlatUnit> units,
                                  ProcessGroup group)
     : parameters_(std::move(parameters)),
-      layout_(std::move(layout)),
+      units_(std::move(units)),
+      places_(units_),
       group_(std::move(group)),
-      place_(parameters_.size()),
       views_(parameters_.size()) {
   const c10::AutoGradMode no_grad(false);
   // Autograd need not know that they are views: it would forbid to change them in place.
   const at::AutoDispatchBelowADInplaceOrView untracked;
   for (const at::Tensor& parameter : parameters_) restore_memory(parameter);
-  for (size_t bucket = 0; bucket < layout_.size(); ++bucket) move(bucket);
+  for (size_t unit = 0; unit < units_.size(); ++unit) move(unit);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const Part mine = part(group_.rank(), i);
     const at::Tensor& parameter = parameters_[i];
     if (mine.numel() == 0) {
       parts_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
-    } else if (mine.numel() == parameter.numel()) {
-      parts_.push_back(flats_[place_[i].bucket].as_strided(parameter.sizes(), views_[i].strides(),
-                                                           views_[i].storage_offset()));
-    } else {
-      const Place& place = place_[i];
-      parts_.push_back(flats_[place.bucket].narrow(0, place.offset + mine.begin, mine.numel()));
+      continue;
     }
-    if (mine.numel() == 0) continue;
+    const at::Tensor& flat = flats_[places_.unit(i)];
+    parts_.push_back(
+        mine.numel() == parameter.numel()
+            ? flat.as_strided(parameter.sizes(), views_[i].strides(), views_[i].storage_offset())
+            : flat.narrow(0, places_.offset(i) + mine.begin, mine.numel()));
     // An optimizer sees by it that somebody else has changed the parameter.
     const auto& versions = parameter.unsafeGetTensorImpl()->version_counter();
     parts_.back().unsafeGetTensorImpl()->set_version_counter(versions);
@@ -76,20 +65,18 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, ShardLayout
 }
 
 /// One parameter after the other, so that only one is there twice.
-void ParameterShards::move(size_t bucket) {
-  const ShardBucket& entry = layout_[bucket];
-  const auto options = parameters_[entry.parameters.front()].options().requires_grad(false);
-  at::Tensor& flat = flats_.emplace_back(at::empty({entry.bounds.back()}, options));
+void ParameterShards::move(size_t unit) {
+  const auto& members = units_[unit].parameters;
+  const auto options = members.front().tensor.options().requires_grad(false);
+  at::Tensor& flat = flats_.emplace_back(at::empty({units_[unit].length()}, options));
   int64_t end = 0;
-  for (size_t k = 0; k < entry.parameters.size(); ++k) {
-    const size_t index = entry.parameters[k];
-    at::Tensor& parameter = parameters_[index];
-    place_[index] = {bucket, entry.offsets[k]};
-    flat.narrow(0, end, entry.offsets[k] - end).zero_();
-    end = entry.offsets[k] + parameter.numel();
-    views_[index] = view_like(flat, entry.offsets[k], parameter);
-    views_[index].copy_(parameter.detach());
-    parameter.set_data(views_[index]);
+  for (const FlatParameter& member : members) {
+    at::Tensor& parameter = parameters_[member.index];
+    flat.narrow(0, end, member.offset - end).zero_();
+    end = member.offset + parameter.numel();
+    at::Tensor& view = views_[member.index] = view_like(flat, member.offset, parameter);
+    view.copy_(parameter.detach());
+    parameter.set_data(view);
   }
   flat.narrow(0, end, flat.numel() - end).zero_();
 }
@@ -109,16 +96,6 @@ std::vector<size_t> ParameterShards::take_values(const std::string& what) {
   return taken;
 }
 
-Part ParameterShards::part(int rank, size_t parameter) const {
-  if (!has(parameter)) return {};
-  const auto& [bucket, offset] = place_[parameter];
-  const auto& bounds = layout_[bucket].bounds;
-  const auto index = static_cast<size_t>(rank);
-  const int64_t count = parameters_[parameter].numel();
-  const int64_t begin = std::clamp<int64_t>(bounds[index] - offset, 0, count);
-  return {begin, std::clamp<int64_t>(bounds[index + 1] - offset, begin, count)};
-}
-
 at::Tensor ParameterShards::cut(size_t index, const at::Tensor& tensor) const {
   const at::Tensor& parameter = parameters_[index];
   const Part mine = part(group_.rank(), index);
@@ -131,11 +108,11 @@ std::vector<Work> ParameterShards::share(const std::vector<size_t>& parameters) 
   const c10::AutoGradMode no_grad(false);
   std::vector<Work> works;
   for (const size_t index : parameters) {
-    const auto& [bucket, offset] = place_[index];
     for (int rank = 0; rank < group_.size(); ++rank) {
       const Part theirs = part(rank, index);
       if (theirs.numel() == 0) continue;
-      at::Tensor values = flats_[bucket].narrow(0, offset + theirs.begin, theirs.numel());
+      at::Tensor values = flats_[places_.unit(index)].narrow(
+          0, places_.offset(index) + theirs.begin, theirs.numel());
       works.push_back(group_.broadcast_async(values, rank));
     }
     parameters_[index].unsafeGetTensorImpl()->bump_version();
@@ -150,12 +127,11 @@ void ParameterShards::share() {
     for (size_t i = 0; i < flats_.size(); ++i) {
       at::Tensor& flat = flats_[i];
       const CallOrigin origin("parameters", "ZeRO");
-      const auto& bounds = layout_[i].bounds;
+      const FlatUnit& unit = units_[i];
       const auto of_rank = [&](int rank) {
-        const auto r = static_cast<size_t>(rank);
-        return flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]);
+        return flat.narrow(0, unit.begin_of(rank), unit.begin_of(rank + 1) - unit.begin_of(rank));
       };
-      if (gathers_in_place(group_) && layout_[i].is_even()) {
+      if (gathers_in_place(group_) && unit.is_even()) {
         group_.all_gather_into_tensor(flat, of_rank(group_.rank()));
         continue;
       }
@@ -198,27 +174,16 @@ std::vector<std::vector<size_t>> buckets_of(const std::vector<at::Tensor>& param
   return buckets;
 }
 
-bool ShardBucket::is_even() const {
-  for (size_t rank = 1; rank < bounds.size(); ++rank) {
-    if (bounds[rank] != bounds[1] * static_cast<int64_t>(rank)) return false;
-  }
-  return true;
+std::vector<FlatUnit> even_layout(const std::vector<at::Tensor>& parameters,
+                                  const std::vector<std::vector<size_t>>& buckets, int ranks) {
+  std::vector<FlatUnit> units;
+  for (const auto& members : buckets)
+    units.emplace_back(unit_of(parameters, members)).cut_evenly(ranks);
+  return units;
 }
 
-ShardLayout even_layout(const std::vector<at::Tensor>& parameters,
-                        const std::vector<std::vector<size_t>>& buckets, int ranks) {
-  ShardLayout layout;
-  for (const auto& members : buckets) {
-    ShardBucket bucket = lay_out(parameters, members);
-    const int64_t share = up_to_cut((length_of(parameters, bucket) + ranks - 1) / ranks);
-    for (int64_t rank = 1; rank <= ranks; ++rank) bucket.bounds.push_back(rank * share);
-    layout.push_back(std::move(bucket));
-  }
-  return layout;
-}
-
-ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
-                         const std::vector<size_t>& trained, int ranks) {
+std::vector<FlatUnit> whole_layout(const std::vector<at::Tensor>& parameters,
+                                   const std::vector<size_t>& trained, int ranks) {
   std::vector<int64_t> sizes(static_cast<size_t>(ranks));
   std::vector<size_t> largest_first = trained;
   std::stable_sort(largest_first.begin(), largest_first.end(), [&](size_t a, size_t b) {
@@ -233,17 +198,16 @@ ShardLayout whole_layout(const std::vector<at::Tensor>& parameters,
   std::vector<size_t> by_owner = trained;
   std::stable_sort(by_owner.begin(), by_owner.end(),
                    [&](size_t a, size_t b) { return owner[a] < owner[b]; });
-  ShardLayout layout;
-  for (auto& members : buckets_of(parameters, by_owner, std::numeric_limits<int64_t>::max())) {
-    ShardBucket bucket = lay_out(parameters, std::move(members));
+  std::vector<FlatUnit> units;
+  for (const auto& members :
+       buckets_of(parameters, by_owner, std::numeric_limits<int64_t>::max())) {
+    FlatUnit& unit = units.emplace_back(unit_of(parameters, members));
     for (size_t rank = 1, at = 0; rank <= sizes.size(); ++rank) {
-      while (at < bucket.parameters.size() && owner[bucket.parameters[at]] < rank) ++at;
-      bucket.bounds.push_back(at < bucket.parameters.size() ? bucket.offsets[at]
-                                                            : length_of(parameters, bucket));
+      while (at < members.size() && owner[members[at]] < rank) ++at;
+      unit.bounds.push_back(at < members.size() ? unit.parameters[at].offset : unit.end());
     }
-    layout.push_back(std::move(bucket));
   }
-  return layout;
+  return units;
 }
 
 }  // namespace lockstep::detail

@@ -34,7 +34,7 @@ ParameterShards make_shards(std::vector<at::Tensor> parameters, const OptimizerF
                             bool small_buckets) {
   if (!group) throw UsageError(what + ": the process group is null");
   if (!make) throw UsageError(what + ": there is no function that makes the optimizer");
-  std::vector<size_t> trained = trained_of(parameters, what);
+  const std::vector<size_t> trained = trained_of(parameters, what);
   const bool cuts = may_cut(parameters, make);
   int64_t cap = std::numeric_limits<int64_t>::max();
   if (small_buckets) {
@@ -43,13 +43,12 @@ ParameterShards make_shards(std::vector<at::Tensor> parameters, const OptimizerF
                            ": the optimizer looks at whole parameters, of which a rank has "
                            "parts only",
                        "use strategy zero1 or ddp, or an optimizer that is elementwise");
-    std::reverse(trained.begin(), trained.end());
     cap = small_cap(parameters);
   }
-  ShardLayout layout =
+  std::vector<FlatUnit> units =
       cuts ? even_layout(parameters, buckets_of(parameters, trained, cap), group.size())
            : whole_layout(parameters, trained, group.size());
-  return {std::move(parameters), std::move(layout), group};
+  return {std::move(parameters), std::move(units), group};
 }
 
 }  // namespace

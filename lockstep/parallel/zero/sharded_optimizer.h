@@ -17,8 +17,8 @@ class ShardedOptimizer {
   /// `make` is called twice: for tensors without elements, to see what kind of optimizer it makes,
   /// and for the parts. Those may have no elements either. The parameters lie in one bucket for
   /// each dtype and device, so that the parts of a rank lie side by side and few messages share
-  /// them. With `small_buckets` they lie in about the order in which gradients come, in buckets
-  /// that all ranks share: UsageError for an optimizer that is not elementwise.
+  /// them. With `small_buckets` they lie in several, of which each rank has an equal part:
+  /// UsageError for an optimizer that is not elementwise.
   ShardedOptimizer(std::vector<at::Tensor> parameters, const OptimizerFactory& make,
                    const ProcessGroup& group, std::string what, bool small_buckets = false);
 

@@ -1,4 +1,4 @@
-#include "lockstep/parallel/fsdp/flat_unit.h"
+#include "lockstep/parallel/fsdp/unit_plan.h"
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/container/moduledict.h>
@@ -15,10 +15,6 @@
 
 namespace lockstep::detail {
 namespace {
-
-int64_t up_to_block(int64_t elements) {
-  return (elements + kShardBlock - 1) / kShardBlock * kShardBlock;
-}
 
 using torch::nn::Module;
 
@@ -100,29 +96,12 @@ std::vector<FlatUnit> lay_out(const std::vector<PlannedUnit>& planned,
       const at::ScalarType dtype = item.tensor.scalar_type();
       auto unit = std::find_if(units.begin() + static_cast<std::ptrdiff_t>(first), units.end(),
                                [&](const FlatUnit& made) { return made.dtype == dtype; });
-      if (unit == units.end()) unit = units.insert(units.end(), {plan.name, dtype, {}, 0});
-      // Until all are there, it counts the unit's elements.
-      unit->parameters.push_back({item.name, item.tensor,
-                                  indices.at(item.tensor.unsafeGetTensorImpl()), unit->shard_size});
-      unit->shard_size += up_to_block(item.tensor.numel());
+      if (unit == units.end()) unit = units.insert(units.end(), {plan.name, dtype, {}});
+      unit->add(item.name, item.tensor, indices.at(item.tensor.unsafeGetTensorImpl()));
     }
   }
-  for (FlatUnit& unit : units) unit.shard_size = up_to_block(unit.shard_size / ranks + 1);
+  for (FlatUnit& unit : units) unit.cut_evenly(ranks, /*spare=*/1);
   return units;
-}
-
-std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank) {
-  std::vector<Piece> pieces;
-  for (size_t u = 0; u < units.size(); ++u) {
-    const int64_t begin = rank * units[u].shard_size, end = begin + units[u].shard_size;
-    for (size_t p = 0; p < units[u].parameters.size(); ++p) {
-      const FlatParameter& parameter = units[u].parameters[p];
-      const int64_t from = std::max(begin, parameter.offset);
-      const int64_t to = std::min(end, parameter.offset + parameter.tensor.numel());
-      if (from < to) pieces.push_back({u, p, from - parameter.offset, to - from, from - begin});
-    }
-  }
-  return pieces;
 }
 
 std::vector<PlannedUnit> plan_units(const Module& module, const std::vector<std::string>& names,

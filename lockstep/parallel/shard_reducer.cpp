@@ -1,0 +1,258 @@
+#include "lockstep/parallel/shard_reducer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "lockstep/base/call_origin.h"
+#include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
+#include "lockstep/optim/dense_layout.h"
+#include "lockstep/parallel/scaled_copy.h"
+
+namespace lockstep::detail {
+namespace {
+
+/// One is filled while another is reduced.
+constexpr size_t kUnderWay = 2;
+/// Chunks begin at a cache line, whatever the dtype.
+constexpr int64_t kLine = 64;
+
+}  // namespace
+
+ShardReducer::ShardReducer(const std::vector<FlatUnit>& units, const std::vector<at::Tensor>& parts,
+                           const ProcessGroup& group, ShardReducerOptions options)
+    : group_(group), options_(std::move(options)), ordered_(options_.fixed_order) {
+  for (const FlatUnit& flat : units) {
+    Unit unit{.shard_size = flat.shard_size()};
+    for (const FlatParameter& member : flat.parameters) {
+      if (member.tensor.requires_grad()) unit.members.push_back(member);
+    }
+    if (!unit.members.empty()) order_.insert(order_.begin(), units_.size());
+    const c10::Device device = flat.parameters.front().tensor.device();
+    unit.options = at::TensorOptions(options_.device.value_or(device)).dtype(flat.dtype);
+    units_.push_back(std::move(unit));
+  }
+  for (const Piece& piece : pieces_of(units, group_.rank())) {
+    const FlatParameter& parameter = units[piece.unit].parameters[piece.parameter];
+    if (!parameter.tensor.requires_grad()) continue;
+    units_[piece.unit].parts.push_back(parts_.size());
+    parts_.push_back({parts.at(parameter.index), piece.unit, piece.shard_offset});
+  }
+}
+
+void ShardReducer::begin() {
+  end_pending();
+  arrivals_.clear();
+  for (Unit& unit : units_) unit.awaited = unit.members.size();
+  next_ = 0;
+}
+
+/// What a round that failed has begun still writes into the means.
+void ShardReducer::end_pending() {
+  for (Chunk& chunk : std::exchange(under_way_, {})) {
+    try {
+      if (chunk.work) chunk.work.wait();
+    } catch (const Error& error) {  // The group's next call says so again.
+      log_debug(std::string("a reduction that a backward left behind: ") + error.what());
+    }
+  }
+}
+
+bool ShardReducer::arrived(size_t unit) {
+  if (--units_[unit].awaited > 0) return false;
+  if (!ordered_) arrivals_.push_back(unit);
+  return true;
+}
+
+void ShardReducer::reduce_in_turn() {
+  for (; next_ + 1 < order_.size() && units_[order_[next_]].awaited == 0; ++next_)
+    reduce(units_[order_[next_]], /*wait=*/false);
+}
+
+void ShardReducer::finish() {
+  for (; next_ < order_.size(); ++next_)
+    reduce(units_[order_[next_]], /*wait=*/next_ + 1 == order_.size());
+  receive(0);
+  for (UpdatedPart& part : parts_) {
+    if (units_[part.unit].adds) {
+      tell_if_kept(part);
+    } else {
+      part.version = part.tensor._version();
+    }
+    part.tensor.mutable_grad() = part.cut;
+  }
+  has_means_ = true;
+  if (std::exchange(ordered_, true) || order_.size() < 2) return;
+  // Rank 0's, so that all ranks make the same calls.
+  order_ = group_.broadcast_object(arrivals_, 0).get<std::vector<size_t>>();
+}
+
+/// `wait`: nothing is left to compute meanwhile.
+void ShardReducer::reduce(Unit& unit, bool wait) {
+  const c10::AutoGradMode no_grad(false);
+  const at::AutoDispatchBelowADInplaceOrView untracked;
+  const CallOrigin origin("gradients", options_.caller);
+  ++reductions_;
+  if (buffers_.empty()) make_buffers();
+  adopt_gradients(unit);
+  std::vector<at::Tensor> gradients;
+  for (const auto& member : unit.members) gradients.push_back(ordered_gradient(member));
+  const int64_t ranks = group_.size(), most = chunk_of(unit);
+  for (int64_t begin = 0; begin < unit.shard_size; begin += most) {
+    const int64_t count = std::min(most, unit.shard_size - begin);
+    receive(buffers_.size() - 1);
+    const at::Tensor staged =
+        buffers_[turn_++ % buffers_.size()].view(dtype_of(unit)).narrow(0, 0, ranks * count);
+    for (int64_t rank = 0; rank < ranks; ++rank)
+      pack(unit, gradients, rank * unit.shard_size + begin, staged.narrow(0, rank * count, count));
+    const at::Tensor target = unit.mean.narrow(0, begin, count);
+    const bool direct =
+        !unit.adds && staged.dtype() == target.dtype() && staged.device() == target.device();
+    Chunk chunk{
+        {}, staged, direct ? target : at::empty({count}, staged.options()), target, unit.adds};
+    if (wait) {
+      group_.reduce_scatter_tensor(chunk.result, staged);
+    } else {
+      chunk.work = group_.reduce_scatter_tensor_async(chunk.result, staged);
+    }
+    under_way_.push_back(std::move(chunk));
+  }
+  for (const auto& member : unit.members) member.tensor.mutable_grad().reset();
+}
+
+/// Where a part has a gradient, the unit's means add up. One that its owner has put there is
+/// copied.
+void ShardReducer::adopt_gradients(Unit& unit) {
+  const bool made = unit.mean.defined();
+  if (!made) unit.mean = at::empty({unit.shard_size}, unit.options);
+  unit.adds = std::ranges::any_of(unit.parts,
+                                  [this](size_t i) { return parts_[i].tensor.grad().defined(); });
+  for (const size_t i : unit.parts) {
+    auto& [part, _, offset, cut, version] = parts_[i];
+    if (!made) cut = unit.mean.as_strided(part.sizes(), part.strides(), offset);
+    if (!unit.adds || part.grad().is_same(cut)) continue;
+    part.grad().defined() ? cut.copy_(part.grad()) : cut.zero_();
+  }
+}
+
+/// As a vector in the order of the parameter's memory. Undefined: there is none.
+at::Tensor ShardReducer::ordered_gradient(const FlatParameter& member) const {
+  const at::Tensor& gradient = member.tensor.grad();
+  if (!gradient.defined()) return {};
+  if (gradient.layout() != at::kStrided)
+    throw UsageError(options_.what + ": the gradient of " + member.name +
+                         " is sparse, and cannot be cut into parts",
+                     "make it dense (sparse=false of an embedding), or use the strategy ddp");
+  return elements_like(gradient.detach(), member.tensor);
+}
+
+/// The unit's elements from `begin` on, divided.
+void ShardReducer::pack(const Unit& unit, const std::vector<at::Tensor>& gradients, int64_t begin,
+                        const at::Tensor& target) const {
+  const auto& members = unit.members;
+  const int64_t end = begin + target.numel();
+  const auto after = std::upper_bound(
+      members.begin(), members.end(), begin,
+      [](int64_t element, const FlatParameter& member) { return element < member.offset; });
+  int64_t at = begin;
+  for (auto k = static_cast<size_t>(std::max<std::ptrdiff_t>(after - members.begin(), 1)) - 1;
+       k < members.size() && members[k].offset < end; ++k) {
+    if (!gradients[k].defined()) continue;
+    const int64_t from = std::max(begin, members[k].offset);
+    const int64_t to = std::min(end, members[k].offset + gradients[k].numel());
+    if (from >= to) continue;
+    if (at < from) target.narrow(0, at - begin, from - at).zero_();
+    const at::Tensor source = gradients[k].narrow(0, from - members[k].offset, to - from);
+    const at::Tensor place = target.narrow(0, from - begin, to - from);
+    if (source.dtype() == place.dtype()) {
+      scaled_copy(place, source, 1.0 / group_.size());
+    } else {
+      place.copy_(source).div_(group_.size());  // As Python's hooks, which cast first.
+    }
+    at = to;
+  }
+  if (at < end) target.narrow(0, at - begin, end - at).zero_();
+}
+
+at::ScalarType ShardReducer::dtype_of(const Unit& unit) const {
+  return options_.dtype.value_or(unit.members.front().tensor.scalar_type());
+}
+
+/// Elements of each rank's shard.
+int64_t ShardReducer::chunk_of(const Unit& unit) const {
+  const auto item = static_cast<int64_t>(c10::elementSize(dtype_of(unit)));
+  const int64_t elements = options_.chunk_bytes / item / group_.size() / kLine * kLine;
+  return std::clamp(elements, std::min(kLine, unit.shard_size), unit.shard_size);
+}
+
+void ShardReducer::make_buffers() {
+  int64_t bytes = 0;
+  size_t chunks = 0;
+  for (const size_t u : order_) {
+    const auto item = static_cast<int64_t>(c10::elementSize(dtype_of(units_[u])));
+    bytes = std::max(bytes, chunk_of(units_[u]) * group_.size() * item);
+    chunks +=
+        static_cast<size_t>((units_[u].shard_size + chunk_of(units_[u]) - 1) / chunk_of(units_[u]));
+  }
+  bytes = (bytes + kLine - 1) / kLine * kLine;
+  const c10::Device device = units_[order_.front()].members.front().tensor.device();
+  while (buffers_.size() < std::min(kUnderWay, chunks))
+    buffers_.push_back(device.is_cpu()
+                           ? group_.symmetric_empty(bytes, at::kByte)
+                           : at::empty({bytes}, at::TensorOptions(device).dtype(at::kByte)));
+}
+
+/// Waits for the oldest, until at most so many are under way.
+void ShardReducer::receive(size_t most_under_way) {
+  const c10::AutoGradMode no_grad(false);
+  while (under_way_.size() > most_under_way) {
+    Chunk chunk = std::move(under_way_.front());
+    under_way_.pop_front();
+    if (chunk.work) chunk.work.wait();
+    if (chunk.target.is_same(chunk.result)) continue;
+    if (chunk.adds) {
+      chunk.target.add_(chunk.result.to(chunk.target.options()));
+    } else {
+      chunk.target.copy_(chunk.result);
+    }
+  }
+}
+
+/// The module's own zero_grad does not reach the parts' gradients, which then add up silently.
+void ShardReducer::tell_if_kept(const UpdatedPart& part) {
+  if (told_kept_ || part.tensor._version() == part.version) return;
+  told_kept_ = true;
+  log_warning(
+      options_.what +
+      ": gradients add up to those of before the last step, which were not cleared. Call "
+      "zero_grad() of the strategy, the wrapper or its optimizer; the module's own does not "
+      "reach shards");
+}
+
+std::vector<at::Tensor> ShardReducer::means() const {
+  std::vector<at::Tensor> means;
+  for (const Unit& unit : units_) {
+    if (has_means_ && unit.mean.defined()) means.push_back(unit.mean);
+  }
+  return means;
+}
+
+void ShardReducer::drop() {
+  has_means_ = false;
+  for (const UpdatedPart& part : parts_) part.tensor.mutable_grad().reset();
+}
+
+int64_t ShardReducer::bytes() const {
+  int64_t bytes = 0;
+  for (const Unit& unit : units_) {
+    if (unit.mean.defined()) bytes += static_cast<int64_t>(unit.mean.nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace lockstep::detail

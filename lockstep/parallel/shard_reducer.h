@@ -1,0 +1,120 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "lockstep/comm/process_group.h"
+#include "lockstep/parallel/flat_unit.h"
+
+namespace lockstep::detail {
+
+struct ShardReducerOptions {
+  /// Begins messages.
+  std::string what = {};
+  /// Of the collectives, in errors about them: a CallOrigin's literal.
+  const char* caller = "";
+  /// To reduce in. Undefined: the gradients' own.
+  std::optional<at::ScalarType> dtype = {};
+  /// Bytes of all ranks' shards that are packed and sent at a time. Less memory, more calls.
+  int64_t chunk_bytes = std::numeric_limits<int64_t>::max();
+  /// Units are reduced in the opposite of their order, always: gradients may be missing, so no rank
+  /// sees in which order all come.
+  bool fixed_order = false;
+  /// Where means are kept. Undefined: where the parameters are.
+  std::optional<c10::Device> device = {};
+};
+
+/// Averages gradients over ranks while backward runs, each element on the rank that updates it.
+/// Whole gradients are let go as soon as they have been packed.
+///
+/// Units are reduced in one order on all ranks: at first the opposite of theirs, then that in which
+/// rank 0's were complete in its first round. Two chunks are under way at a time. Means add to the
+/// gradients that parts have. One thread at a time; every rank makes the same calls.
+class ShardReducer {
+ public:
+  /// `units` are even. Of their parameters those count that need a gradient now. `parts`: what this
+  /// rank's optimizer updates, by the parameters' indices; a vector, or the whole in its shape.
+  ShardReducer(const std::vector<FlatUnit>& units, const std::vector<at::Tensor>& parts,
+               const ProcessGroup& group, ShardReducerOptions options);
+
+  /// A round begins: one gradient of each parameter. What a failed one has begun is waited for.
+  void begin();
+  /// The gradient of one of the unit's parameters is there. True with the last of them.
+  bool arrived(size_t unit);
+  /// Reduces the units that are complete and next in order, all but the last of the order, which
+  /// waits for `finish`: then nothing is left to compute meanwhile.
+  void reduce_in_turn();
+  /// Reduces the rest, whatever has come. Parts have their gradients then.
+  void finish();
+
+  /// This rank's means by unit, as vectors: what the parts' gradients are views of, with zeros
+  /// between them. Empty before the first round and after `drop`.
+  std::vector<at::Tensor> means() const;
+  /// The parts have no gradients any more. Memory is kept for the next round.
+  void drop();
+  int64_t bytes() const;
+  /// Units that were reduced so far.
+  int64_t reductions() const { return reductions_; }
+
+ private:
+  struct Unit {
+    std::vector<FlatParameter> members = {};  ///< Those that need a gradient.
+    int64_t shard_size = 0;
+    at::TensorOptions options = {};  ///< Of the mean.
+    std::vector<size_t> parts = {};
+    size_t awaited = 0;    ///< Gradients.
+    at::Tensor mean = {};  ///< This rank's shard.
+    bool adds = false;     ///< To what `mean` has.
+  };
+  struct UpdatedPart {
+    at::Tensor tensor;
+    size_t unit;
+    int64_t offset;        ///< In the mean.
+    at::Tensor cut = {};   ///< Of the mean.
+    uint32_t version = 0;  ///< When it got its gradient: a step changes it.
+  };
+  /// A chunk on its way.
+  struct Chunk {
+    Work work;
+    at::Tensor staged;
+    at::Tensor result;
+    at::Tensor target;  ///< In the unit's mean.
+    bool adds;
+  };
+
+  void end_pending();
+  void reduce(Unit& unit, bool wait);
+  void adopt_gradients(Unit& unit);
+  void pack(const Unit& unit, const std::vector<at::Tensor>& gradients, int64_t begin,
+            const at::Tensor& target) const;
+  at::Tensor ordered_gradient(const FlatParameter& member) const;
+  void make_buffers();
+  int64_t chunk_of(const Unit& unit) const;
+  at::ScalarType dtype_of(const Unit& unit) const;
+  void receive(size_t most_under_way);
+  void tell_if_kept(const UpdatedPart& part);
+
+  std::vector<Unit> units_;
+  std::vector<UpdatedPart> parts_;
+  const ProcessGroup group_;
+  const ShardReducerOptions options_;
+  std::vector<size_t> order_;     ///< In which units are reduced.
+  std::vector<size_t> arrivals_;  ///< In which the first round completed them.
+  bool ordered_ = false;
+  size_t next_ = 0;                  ///< In `order_`.
+  std::vector<at::Tensor> buffers_;  ///< To pack into, in turn.
+  size_t turn_ = 0;
+  std::deque<Chunk> under_way_;
+  bool has_means_ = false;
+  bool told_kept_ = false;
+  int64_t reductions_ = 0;
+};
+
+}  // namespace lockstep::detail
