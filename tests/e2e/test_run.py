@@ -578,7 +578,8 @@ class Hosts(unittest.TestCase):
         self.assertIn("hint:", err)
 
     def test_an_address_that_does_not_resolve(self):
-        code, out, err = lockstep_run("--nnodes", 2, "--node-rank", 0, "--master-addr", "no-such-host.invalid", "true")
+        code, out, err = lockstep_run("--nnodes", 2, "--node-rank", 0, "--master-addr", "no-such-host.invalid",
+                                      "--rdzv-conf", "join_timeout=2", "true")
         self.assertEqual((code, out), (1, ""))
         self.assertIn("no-such-host.invalid", err)
 
