@@ -79,7 +79,7 @@ class Variables(unittest.TestCase):
             env.pop("OMP_NUM_THREADS")
             run(*torchrun(), *flags, program, env=env)
             result = run(LOCKSTEP, "run", *flags, program, env={**env, "OUT": str(ours)})
-            self.assertEqual(result.stderr.count("lockstep run: OMP_NUM_THREADS"), 1, "said once")
+            self.assertNotIn("OMP_NUM_THREADS", result.stderr, "said on a terminal only")
             for left, right in zip(dumped(theirs, 2), dumped(ours, 2)):
                 left, right = left["env"], right["env"]
                 free = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"} - same
@@ -503,7 +503,7 @@ class Slurm(unittest.TestCase):
             with self.subTest(more):
                 out, err = self.train(2, **{**self.SHELL, **more})
                 self.assertRegex(out, r"(?m)^2 ranks over ")
-                self.assertIn("this is the shell of Slurm's allocation 4711 and no step", err)
+                self.assertIn("allocation 4711", err)
 
     def test_the_only_task_of_a_step_starts_ranks(self):
         out, err = self.train(2, **self.SHELL, SLURM_STEP_ID=0, SLURM_STEP_NUM_TASKS=1)
@@ -512,7 +512,7 @@ class Slurm(unittest.TestCase):
 
     def test_one_rank_of_an_allocation_of_several_tasks_is_told(self):
         _, err = self.train(1, **{**self.SHELL, "SLURM_NTASKS": 4})
-        self.assertIn("init: 1 rank, as this is the shell of Slurm's allocation 4711 and no step; srun starts its 4 tasks", err)
+        self.assertRegex(err, "1 rank, .*allocation 4711.* 4 tasks")
 
     def test_ranks_that_another_launcher_keeps_from_starting_are_told(self):
         out, err = self.train(2, launcher=(LOCKSTEP, "run"))
