@@ -23,7 +23,9 @@ using Json = nlohmann::json;
 constexpr const char* kDriftHint =
     "usual causes: weights that were loaded or changed on some ranks only, another learning rate "
     "on some, an exception that a rank caught, and so left out a step, random numbers in the model "
-    "or the optimizer. An option of its maker, check_drift = false, ends these comparisons";
+    "or the optimizer. docs/debugging.md says what ends these comparisons";
+constexpr const char* kStepHint =
+    "look for a rank that left out a step, or caught an exception in it";
 
 /// The name, dtype and shape, which stand in messages, and the hash of the values.
 Json describe(const std::string& name, const at::Tensor& tensor) {
@@ -74,12 +76,14 @@ class Comparison {
     Hasher hasher(Hasher::Algorithm::xxh128);
     const std::string text = tensors.dump();
     hasher.update(text.data(), text.size());
-    const auto all = gather({mine_.steps, mine_.settings, hasher.finish()});
+    const auto all = gather({mine_.steps, mine_.settings, hasher.finish(), mine_.what});
     const auto each = [&](const auto& of) {
       std::vector<Json> values;
       for (const Json& its : all) values.push_back(of(its));
       return values;
     };
+    expect_same_comparison(each([](const Json& its) { return its[3]; }),
+                           each([](const Json& its) { return its[0]; }));
     expect_same("steps", "number of steps", each([](const Json& its) { return its[0]; }));
     for (const auto& item : mine_.settings) {
       const std::string& name = item.first;
@@ -100,8 +104,7 @@ class Comparison {
                               " compares what ranks must have alike, and another rank is not at "
                               "the same step: " +
                               text.substr(0, text.find('\n')),
-                          "look for a rank that caught an exception, and so left out a step",
-                          error.failure());
+                          kStepHint, error.failure());
     }
   }
 
@@ -115,12 +118,26 @@ class Comparison {
            (mine_.steps < 0 ? ": " : ", after step " + std::to_string(mine_.steps) + ": ");
   }
 
-  [[noreturn]] void refuse(const Odd& odd, const std::string& name, const std::string& text) const {
+  [[noreturn]] void refuse(const Odd& odd, const std::string& name, const std::string& text,
+                           const char* hint = kDriftHint) const {
     Failure failure{.kind = Failure::Kind::mismatch, .detail = name};
     for (const size_t rank : odd.ranks)
       failure.ranks.push_back({group_.global_ranks()[rank], Failure::Kind::mismatch});
-    throw MismatchError(place() + "the ranks have drifted apart: " + text, kDriftHint,
+    throw MismatchError(place() + "the ranks have drifted apart: " + text, hint,
                         std::move(failure));
+  }
+
+  /// A rank that is elsewhere in its step compares something else.
+  void expect_same_comparison(const std::vector<Json>& whats,
+                              const std::vector<Json>& steps) const {
+    const Odd odd = odd_of(whats);
+    if (odd.ranks.empty()) return;
+    const auto at = [&](size_t rank) {
+      return named(rank) + " (" + whats[rank].get<std::string>() + ", after step " +
+             steps[rank].dump() + ")";
+    };
+    refuse(odd, "steps", at(odd.ranks.front()) + " is not at the same step as " + at(odd.other),
+           kStepHint);
   }
 
   void expect_same(const std::string& name, const std::string& words,

@@ -66,6 +66,7 @@ TEST_P(EachBackend, NamesTheFirstThatDiffersAndTheRanksThatDifferFromTheOthers) 
     EXPECT_EQ(named.detail, name);
     EXPECT_EQ(named.ranks, ranks);
   };
+  expect("steps", {1}, [](Compared& mine) { mine.what = "another comparison of a step"; });
   expect("a", {1}, [](Compared& mine) { mine.tensors[0].second[2][1] += 0.5; });
   expect("b", {0}, [](Compared& mine) { mine.tensors[2].second[1][1] += 0.5; });
   expect("b", {2}, [](Compared& mine) { mine.tensors[2].second[1][1].fill_(0.0 / 0.0); });

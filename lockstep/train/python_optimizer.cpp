@@ -3,6 +3,7 @@
 #include <ATen/ops/full.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <optional>
@@ -73,6 +74,11 @@ class PythonOptimizer {
       if (name && step && name->field == kStep && name->prefix == prefix_)
         entries[name->parameter][kStep] = whole_number(*step);
     }
+    const auto is_of_group = [](const auto& item) {
+      return item.first.find("param_groups.") != std::string::npos;
+    };
+    // That of SGD without momentum has settings alone.
+    if (entries.empty() && std::ranges::any_of(source_.values(), is_of_group)) return {};
     if (entries.empty())
       throw DataError(path_ + " holds no optimizer's state",
                       "save it with torch.save({\"model\": model.state_dict(), \"optimizer\": "

@@ -182,8 +182,8 @@ std::string choose_prefix(const std::vector<std::string>& names, const fs::path&
                           const StateDict& wanted, bool is_part, std::string& hint) {
   const std::set<std::string> prefixes = prefixes_of(names, wanted);
   hint =
-      "give the --model that the weights were saved from, their other names by --load-rename "
-      "'OLD.*=NEW.*', or a part of it by --load-only";
+      "give the --model that the weights were saved from; `lockstep train` also takes their other "
+      "names by --load-rename 'OLD.*=NEW.*', and a part of it by --load-only";
   if (prefixes.empty()) return {};
   const std::string& first = *prefixes.begin();
   if (detail::is_wrapper(first)) return first;

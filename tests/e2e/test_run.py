@@ -363,6 +363,15 @@ class Terminal(unittest.TestCase):
         for wrong in ("2", "-1", "all"):
             self.assertEqual(lockstep_run("--nproc-per-node", 2, "--stdin", wrong, "cat")[0], 2, wrong)
 
+    def test_standard_descriptors_may_be_closed(self):
+        for closed in ("2>&-", "<&-", "<&- >&- 2>&-"):
+            result = subprocess.run(["sh", "-c", f'exec "$0" run --nproc-per-node 2 sh -c "echo out; cat; echo err >&2" {closed}',
+                                     LOCKSTEP], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                                    env=clean_environment(), timeout=30, check=False)
+            self.assertEqual(result.returncode, 0, closed)
+            shown = [] if ">&- 2" in closed else [b"[rank0]: out", b"[rank1]: out"]
+            self.assertEqual(sorted(result.stdout.splitlines()), shown, closed)
+
     def test_breakpoint_of_torch_distributed_works(self):
         text = ("import torch.distributed as dist\ndist.init_process_group('gloo')\nx = 41\n"
                 "dist.breakpoint(rank=0)\nprint('end')\ndist.destroy_process_group()\n")

@@ -361,6 +361,10 @@ class GoesOnFromPython(unittest.TestCase):
         self.check(of_all, ADAM, step_in_group)
         self.check(of_all, ADAM, steps_as_ints, as_dcp=True)
 
+    def test_an_optimizer_without_a_state(self):
+        self.check(lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+                   ("--optimizer", "sgd", "--lr", 0.1, "--momentum", 0))
+
     def test_two_groups_whose_state_has_names(self):
         self.check(decay_groups, ADAMW, as_dcp=True)
 

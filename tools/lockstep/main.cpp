@@ -15,6 +15,7 @@
 #include "lockstep/base/settings.h"
 #include "lockstep/base/unblocked_signals.h"
 #include "lockstep/base/words.h"
+#include "lockstep/launch/output.h"
 #include "lockstep/tool/cli.h"
 #include "lockstep/tool/cli_help.h"
 
@@ -127,6 +128,7 @@ int dispatch(const std::vector<std::string>& given) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  launch::ensure_standard_descriptors();  // Before a socket takes the number of a closed one.
   const UnblockedSignals unblocked({SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2});
   // A write beyond `ulimit -f` is an error with a message, as in Python.
   std::signal(SIGXFSZ, SIG_IGN);

@@ -179,7 +179,9 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
              detail::make_fsdp_core(detail::module_pointer(module), group, options, device)) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
-  /// vectors. One without elements where it has none, as ranks are many and parameters few.
+  /// vectors. One without elements where it has none, as ranks are many and parameters few. Clip
+  /// them by this class's clip_grad_norm: a function that gets them alone, such as
+  /// lockstep::clip_grad_norm or torch's, takes this rank's part of the norm for the whole.
   const std::vector<at::Tensor>& parameters() const { return this->core_->shards(); }
 
   /// Scales the gradients of all shards so that the 2-norm of all is at most `max_norm`. Gives the
