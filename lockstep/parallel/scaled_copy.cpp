@@ -36,4 +36,15 @@ void scaled_copy(const at::Tensor& target, const at::Tensor& source, double fact
   }
 }
 
+void scaled_copy(const at::Tensor& target, int64_t to, const at::Tensor& source, int64_t from,
+                 int64_t count, double factor) {
+  if (target.is_cpu() && target.scalar_type() == at::kFloat && source.scalar_type() == at::kFloat &&
+      (count <= kOneThread || at::get_num_threads() == 1)) {
+    scale(target.mutable_data_ptr<float>() + to, source.const_data_ptr<float>() + from, count,
+          static_cast<float>(factor));
+  } else {
+    scaled_copy(target.narrow(0, to, count), source.narrow(0, from, count), factor);
+  }
+}
+
 }  // namespace lockstep::detail

@@ -5,6 +5,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cstring>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -21,6 +22,17 @@ namespace {
 constexpr size_t kUnderWay = 2;
 /// Chunks begin at a cache line, whatever the dtype.
 constexpr int64_t kLine = 64;
+
+void fill_zeros(const at::Tensor& vector, int64_t begin, int64_t count) {
+  if (count == 0) return;
+  if (!vector.is_cpu()) {
+    vector.narrow(0, begin, count).zero_();
+    return;
+  }
+  const size_t item = vector.itemsize();
+  std::memset(static_cast<char*>(vector.mutable_data_ptr()) + static_cast<size_t>(begin) * item, 0,
+              static_cast<size_t>(count) * item);
+}
 
 }  // namespace
 
@@ -148,7 +160,7 @@ at::Tensor ShardReducer::ordered_gradient(const FlatParameter& member) const {
     throw UsageError(options_.what + ": the gradient of " + member.name +
                          " is sparse, and cannot be cut into parts",
                      "make it dense (sparse=false of an embedding), or use the strategy ddp");
-  return elements_like(gradient.detach(), member.tensor);
+  return elements_like(gradient, member.tensor);
 }
 
 /// The unit's elements from `begin` on, divided.
@@ -166,17 +178,18 @@ void ShardReducer::pack(const Unit& unit, const std::vector<at::Tensor>& gradien
     const int64_t from = std::max(begin, members[k].offset);
     const int64_t to = std::min(end, members[k].offset + gradients[k].numel());
     if (from >= to) continue;
-    if (at < from) target.narrow(0, at - begin, from - at).zero_();
-    const at::Tensor source = gradients[k].narrow(0, from - members[k].offset, to - from);
-    const at::Tensor place = target.narrow(0, from - begin, to - from);
-    if (source.dtype() == place.dtype()) {
-      scaled_copy(place, source, 1.0 / group_.size());
+    fill_zeros(target, at - begin, from - at);
+    const int64_t first = from - members[k].offset;
+    if (gradients[k].scalar_type() == target.scalar_type()) {
+      scaled_copy(target, from - begin, gradients[k], first, to - from, 1.0 / group_.size());
     } else {
-      place.copy_(source).div_(group_.size());  // As Python's hooks, which cast first.
+      target.narrow(0, from - begin, to - from)
+          .copy_(gradients[k].narrow(0, first, to - from))
+          .div_(group_.size());  // As Python's hooks, which cast first.
     }
     at = to;
   }
-  if (at < end) target.narrow(0, at - begin, end - at).zero_();
+  fill_zeros(target, at - begin, end - at);
 }
 
 at::ScalarType ShardReducer::dtype_of(const Unit& unit) const {
