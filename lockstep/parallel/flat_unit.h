@@ -14,7 +14,7 @@ namespace lockstep::detail {
 /// rest one by one, which may round in another way. A cut here leaves each element on its side. So
 /// the values do not depend on cuts.
 inline constexpr int64_t kFlatBlock = 64;
-inline constexpr int64_t up_to_block(int64_t elements) {
+constexpr int64_t up_to_block(int64_t elements) {
   return (elements + kFlatBlock - 1) / kFlatBlock * kFlatBlock;
 }
 
