@@ -33,9 +33,11 @@ std::optional<at::Tensor> BaseStrategy::predict(const std::function<at::Tensor()
 
 void BaseStrategy::step(const StepScale& scale) {
   expect_last_of_step();
+  // Before the update: where a rank dies here, the others' weights are those of the step before.
+  if (checks_drift_ && is_compared_after(steps_ + 1))
+    detail::check_equal({"strategy " + name_, steps_, {}, {{"learning rate", lr()}}}, group_);
   update(scale);
-  if (!checks_drift_ || !is_compared_after(++steps_)) return;
-  detail::check_equal({"strategy " + name_, steps_, {}, {{"learning rate", lr()}}}, group_);
+  ++steps_;
 }
 
 void BaseStrategy::update(const StepScale& scale) {

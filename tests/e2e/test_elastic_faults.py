@@ -48,6 +48,7 @@ while True:
         os.remove("fault")
         faults[name]()
     time.sleep(0.02)
+dist.destroy_process_group()  # Else torch's threads may outlive it, and end the process by SIGABRT.
 """
 
 SIGNALS = {name: getattr(signal, "SIG" + name) for name in ("SEGV", "ABRT", "INT", "KILL", "TERM", "STOP")}
@@ -157,14 +158,15 @@ class Faults(unittest.TestCase):
     def etcd(self, folder, name):
         if not Etcd.is_there():
             self.skipTest("etcd is not installed")
-        with Etcd() as etcd, Job("--nnodes", 2, "--keep-alive", 1, folder=folder, backend="etcd", endpoint=etcd.endpoint) as job:
+        # Where the leader dies, another is elected within 2 s, and later on a busy machine.
+        with Etcd() as etcd, Job("--nnodes", 2, "--keep-alive", 4, folder=folder, backend="etcd", endpoint=etcd.endpoint) as job:
             job.add("a"), job.add("b")
             job.generation(2)
             self.moment()
             etcd.members[self.chance.randrange(3)].send_signal(SIGNALS[name])
             before = etcd.leases_kept()
-            # Each host's lease lasts for 2 s and is kept three times a second.
-            kept = lambda: sum(count - before.get(member, 0) for member, count in etcd.leases_kept().items()) > 18
+            # Each host's lease lasts for 4 s and is kept three times in that.
+            kept = lambda: sum(count - before.get(member, 0) for member, count in etcd.leases_kept().items()) > 9
             t.wait_until(lambda: kept() or any(host.process.poll() is not None for host in job.hosts.values()), 60,
                          "leases that are kept")
             self.expect_end_of_this_generation(folder, job)
