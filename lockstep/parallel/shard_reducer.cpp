@@ -38,7 +38,10 @@ void fill_zeros(const at::Tensor& vector, int64_t begin, int64_t count) {
 
 ShardReducer::ShardReducer(const std::vector<FlatUnit>& units, const std::vector<at::Tensor>& parts,
                            const ProcessGroup& group, ShardReducerOptions options)
-    : group_(group), options_(std::move(options)), ordered_(options_.fixed_order) {
+    : group_(group),
+      options_(std::move(options)),
+      divisor_(group_.size() * (options_.replicate ? options_.replicate.size() : 1)),
+      ordered_(options_.fixed_order) {
   for (const FlatUnit& flat : units) {
     Unit unit{.shard_size = flat.shard_size()};
     for (const FlatParameter& member : flat.parameters) {
@@ -101,7 +104,10 @@ void ShardReducer::finish() {
   has_means_ = true;
   if (std::exchange(ordered_, true) || order_.size() < 2) return;
   // Rank 0's, so that all ranks make the same calls.
-  order_ = group_.broadcast_object(arrivals_, 0).get<std::vector<size_t>>();
+  for (const ProcessGroup& group : {options_.replicate, group_}) {
+    if (group) arrivals_ = group.broadcast_object(arrivals_, 0).get<std::vector<size_t>>();
+  }
+  order_ = arrivals_;
 }
 
 /// `wait`: nothing is left to compute meanwhile.
@@ -181,11 +187,11 @@ void ShardReducer::pack(const Unit& unit, const std::vector<at::Tensor>& gradien
     fill_zeros(target, at - begin, from - at);
     const int64_t first = from - members[k].offset;
     if (gradients[k].scalar_type() == target.scalar_type()) {
-      scaled_copy(target, from - begin, gradients[k], first, to - from, 1.0 / group_.size());
+      scaled_copy(target, from - begin, gradients[k], first, to - from, 1.0 / divisor_);
     } else {
       target.narrow(0, from - begin, to - from)
           .copy_(gradients[k].narrow(0, first, to - from))
-          .div_(group_.size());  // As Python's hooks, which cast first.
+          .div_(divisor_);  // As Python's hooks, which cast first.
     }
     at = to;
   }
@@ -227,6 +233,7 @@ void ShardReducer::receive(size_t most_under_way) {
     Chunk chunk = std::move(under_way_.front());
     under_way_.pop_front();
     if (chunk.work) chunk.work.wait();
+    if (options_.replicate) options_.replicate.all_reduce(chunk.result);
     if (chunk.target.is_same(chunk.result)) continue;
     if (chunk.adds) {
       chunk.target.add_(chunk.result.to(chunk.target.options()));

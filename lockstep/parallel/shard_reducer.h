@@ -29,14 +29,18 @@ struct ShardReducerOptions {
   bool fixed_order = false;
   /// Where means are kept. Undefined: where the parameters are.
   std::optional<c10::Device> device = {};
+  /// Ranks that have the same shard in other replicas, where there are such: means are over these
+  /// too. Replica 0 is the one of their rank 0. The group's size is the same in each replica.
+  ProcessGroup replicate = {};
 };
 
 /// Averages gradients over ranks while backward runs, each element on the rank that updates it.
 /// Whole gradients are let go as soon as they have been packed.
 ///
 /// Units are reduced in one order on all ranks: at first the opposite of theirs, then that in which
-/// rank 0's were complete in its first round. Two chunks are under way at a time. Means add to the
-/// gradients that parts have. One thread at a time; every rank makes the same calls.
+/// rank 0's were complete in its first round, of replica 0. Two chunks are under way at a time.
+/// Means add to the gradients that parts have. One thread at a time; every rank makes the same
+/// calls.
 class ShardReducer {
  public:
   /// `units` are even. Of their parameters those count that need a gradient now. `parts`: what this
@@ -105,6 +109,7 @@ class ShardReducer {
   std::vector<UpdatedPart> parts_;
   const ProcessGroup group_;
   const ShardReducerOptions options_;
+  const int divisor_;             ///< Of gradients, before they are summed.
   std::vector<size_t> order_;     ///< In which units are reduced.
   std::vector<size_t> arrivals_;  ///< In which the first round completed them.
   bool ordered_ = false;

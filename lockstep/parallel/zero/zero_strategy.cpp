@@ -37,14 +37,18 @@ constexpr int64_t kPackBytes = 1 << 20;
 class PartReducer : public detail::GradientReducer {
  public:
   /// `parameters`: those of the optimizer's that need a gradient. `dtype`: to reduce in, in place
-  /// of the gradients' own.
+  /// of the gradients' own. `replicate`: as ShardReducerOptions has it.
   PartReducer(detail::ShardedOptimizer& optimizer,
               const std::vector<detail::ReducedParameter>& parameters, const std::string& what,
-              std::optional<at::ScalarType> dtype)
+              std::optional<at::ScalarType> dtype, const ProcessGroup& replicate = {})
       : optimizer_(optimizer),
         reducer_(named(optimizer.shards().units(), parameters), optimizer.shards().parts(),
                  optimizer.shards().group(),
-                 {.what = what, .caller = "ZeRO", .dtype = dtype, .chunk_bytes = kPackBytes}) {
+                 {.what = what,
+                  .caller = "ZeRO",
+                  .dtype = dtype,
+                  .chunk_bytes = kPackBytes,
+                  .replicate = replicate}) {
     const auto& all = optimizer.shards().parameters();
     for (const detail::ReducedParameter& parameter : parameters) {
       const auto same = [&](const at::Tensor& other) { return other.is_same(parameter.tensor); };
