@@ -91,7 +91,7 @@ std::string mesh_text(const std::vector<MeshDimension>& dimensions) {
 }
 
 DeviceMesh::DeviceMesh(const ProcessGroup& group, std::vector<MeshDimension> dimensions)
-    : dimensions_(std::move(dimensions)), coordinate_(dimensions_.size()) {
+    : all_(group), dimensions_(std::move(dimensions)), coordinate_(dimensions_.size()) {
   if (dimensions_.empty()) throw UsageError("DeviceMesh: a mesh needs at least one dimension");
   check_names(dimensions_, text());
   for (const MeshDimension& dimension : dimensions_) {
@@ -149,6 +149,19 @@ const ProcessGroup& DeviceMesh::get_group() const {
   throw UsageError(
       "mesh '" + text() + "' has " + counted(ndim(), "dimension") + ", and so several groups",
       "name one: get_group(\"dp\")");
+}
+
+ProcessGroup DeviceMesh::flatten(const std::vector<std::string>& dimensions) const {
+  std::set<size_t> wanted;
+  for (const std::string& dimension : dimensions) wanted.insert(index_of(dimension));
+  int color = 0, key = 0, size = 1;
+  for (size_t i = 0; i < dimensions_.size(); ++i) {
+    int& number = wanted.contains(i) ? key : color;
+    number = number * dimensions_[i].size + coordinate_[i];
+    if (wanted.contains(i)) size *= dimensions_[i].size;
+  }
+  if (size == all_.size()) return all_;
+  return wanted.size() == 1 ? groups_[*wanted.begin()] : all_.split(color, key);
 }
 
 DeviceMesh init_device_mesh(const ProcessGroup& group, const std::string& text) {

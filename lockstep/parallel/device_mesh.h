@@ -52,10 +52,14 @@ class DeviceMesh {
   const ProcessGroup& get_group(const std::string& dimension) const;
   /// The same for a mesh of one dimension. Throws UsageError for others.
   const ProcessGroup& get_group() const;
+  /// The ranks that differ from this one in these dimensions only, row by row, as of PyTorch's
+  /// flattened mesh. Of no dimension: this rank alone. A collective of the mesh.
+  ProcessGroup flatten(const std::vector<std::string>& dimensions) const;
 
  private:
   size_t index_of(const std::string& dimension) const;
 
+  ProcessGroup all_;
   std::vector<MeshDimension> dimensions_;
   std::vector<int> coordinate_;
   std::vector<ProcessGroup> groups_;  ///< One for each dimension.

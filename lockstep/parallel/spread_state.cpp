@@ -28,7 +28,7 @@ bool is_count(const at::Tensor& tensor, const at::Tensor& parameter) {
 
 /// What this rank has of one.
 std::vector<TensorBox> boxes_of_part(const StateSpread& spread, size_t index) {
-  const Part part = spread.part(spread.group.rank(), index);
+  const Part part = spread.parts[index];
   return boxes_of_range(spread.parameters[index], part.begin, part.numel());
 }
 
@@ -51,7 +51,7 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
                                 ", the parameter has " + c10::str(parameter.sizes()),
                             "the checkpoint is of another model or optimizer");
     }
-    const Part part = spread.part(spread.group.rank(), key.index);
+    const Part part = spread.parts[key.index];
     if (part.numel() == 0) continue;
     const bool is_whole = part.numel() == parameter.numel() && !spread.always_vectors;
     local.emplace_back(text,
@@ -66,7 +66,7 @@ StateDict cut_state(const StateSpread& spread, const StateDict& whole, const std
 std::vector<TensorShard> shards_of(const StateSpread& spread, size_t index, const std::string& name,
                                    const at::Tensor& tensor) {
   const at::Tensor& parameter = spread.parameters.at(index);
-  const Part part = spread.part(spread.group.rank(), index);
+  const Part part = spread.parts.at(index);
   if (part.numel() == 0) return {};
   return is_count(tensor, parameter) || tensor.sizes() == parameter.sizes()
              ? whole_shards({{name, tensor}})
@@ -84,6 +84,11 @@ void put(const TensorShard& shard, at::Tensor whole) {
 
 StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard>& shards, int to) {
   const c10::AutoGradMode no_grad(false);
+  StateDict state;
+  if (!group) {
+    for (const TensorShard& shard : shards) state.emplace_back(shard.name, shard.values);
+    return state;
+  }
   const c10::Device device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
   Json described = Json::array();
   for (const auto& [name, sizes, offsets, values] : shards)
@@ -94,7 +99,6 @@ StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard
     for (const TensorShard& shard : shards) group.send(shard.values.to(device).contiguous(), to);
     return {};
   }
-  StateDict state;
   std::unordered_map<std::string, at::Tensor> known;
   for (int rank = 0; rank < group.size(); ++rank) {
     for (size_t i = 0; const Json& entry : all[static_cast<size_t>(rank)]) {
@@ -177,7 +181,7 @@ StateDict SpreadModel::gather() const {
   StateDict state;
   std::map<std::string, at::Tensor> whole;
   for (auto& [name, tensor] : gather_shards(spread.group, shards(), 0)) whole[name] = tensor;
-  if (spread.group.rank() != 0) return state;
+  if (spread.group && spread.group.rank() != 0) return state;
   each([&](const std::string& name, size_t) { state.emplace_back(name, whole.at(name)); });
   return state;
 }
@@ -188,7 +192,7 @@ void SpreadModel::load_each(
   each([&](const std::string& name, size_t i) {
     if (i >= num_parameters) {
       at::Tensor(tensors[i]).copy_(whole(name, i));
-    } else if (spread.part(spread.group.rank(), i).numel() > 0) {
+    } else if (spread.parts[i].numel() > 0) {
       store(i, whole(name, i));
     }
   });
@@ -228,9 +232,10 @@ std::vector<TensorShard> SpreadModel::shards() const {
   std::vector<TensorShard> all;
   each([&](const std::string& name, size_t i) {
     // One without elements is in no part.
-    const auto some = tensors[i].numel() > 0     ? shards_of(spread, i, name, values(i))
-                      : spread.group.rank() == 0 ? whole_shards({{name, tensors[i]}})
-                                                 : std::vector<TensorShard>();
+    const auto some = tensors[i].numel() > 0 ? shards_of(spread, i, name, values(i))
+                      : !spread.group || spread.group.rank() == 0
+                          ? whole_shards({{name, tensors[i]}})
+                          : std::vector<TensorShard>();
     all.insert(all.end(), some.begin(), some.end());
   });
   return all;

@@ -21,13 +21,14 @@ class Module;
 
 namespace lockstep::detail {
 
-/// How the state of a whole optimizer is spread over the ranks of a group.
+/// Which part of each of a whole state's tensors this rank has.
 struct StateSpread {
+  /// The ranks that have the whole together. Null: this rank alone has it.
   ProcessGroup group;
   /// By the whole state's indices. Only their shape, strides, dtype and device are looked at.
   std::vector<at::Tensor> parameters;
-  /// What a rank keeps of the state of a parameter; may be nothing.
-  std::function<Part(int rank, size_t parameter)> part;
+  /// Of each: all of it (replicated), a run (sharded) or nothing (absent).
+  std::vector<Part> parts;
   /// Ranks keep vectors. False: of a parameter that they have whole, tensors of its shape.
   bool always_vectors = false;
 };

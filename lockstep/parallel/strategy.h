@@ -128,6 +128,11 @@ struct StrategySetup {
   std::function<at::Tensor()> example_input = {};
   OptimizerFactory make_optimizer;
   ProcessGroup group;  ///< All ranks that train together.
+  /// For zero1, zero2 and fsdp: the ranks of `group` among which the model is cut, and those that
+  /// have the same parts of it in other replicas. Null: `group`, and none. make_strategy takes both
+  /// from the mesh.
+  ProcessGroup shard_group = {};
+  ProcessGroup replicate_group = {};
   c10::Device device = c10::kCPU;
   StrategyOptions options = {};
 };

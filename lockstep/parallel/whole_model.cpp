@@ -12,6 +12,7 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/module_state.h"
+#include "lockstep/parallel/scaled_copy.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
@@ -34,10 +35,13 @@ std::optional<at::Tensor> BaseStrategy::predict(const std::function<at::Tensor()
 void BaseStrategy::step(const StepScale& scale) {
   expect_last_of_step();
   // Before the update: where a rank dies here, the others' weights are those of the step before.
-  if (checks_drift_ && is_compared_after(steps_ + 1))
-    detail::check_equal({"strategy " + name_, steps_, {}, {{"learning rate", lr()}}}, group_);
+  if (checks_drift_ && is_compared_after(steps_ + 1)) compare_ranks();
   update(scale);
   ++steps_;
+}
+
+void BaseStrategy::compare_ranks() {
+  detail::check_equal({"strategy " + name_, steps_, {}, {{"learning rate", lr()}}}, group_);
 }
 
 void BaseStrategy::update(const StepScale& scale) {
@@ -56,28 +60,15 @@ void BaseStrategy::expect_last_of_step() const {
                    "set BatchWork::last_of_step for the last batch before each step");
 }
 
-StateDict SpreadStrategy::model_state() {
+StateDict BaseStrategy::model_state() {
   return gives_states() ? spread_model().gather() : StateDict();
 }
-StateDict SpreadStrategy::optimizer_state() {
+StateDict BaseStrategy::optimizer_state() {
   return gives_states() ? spread_optimizer().gather(optimizer().state()) : StateDict();
-}
-std::vector<TensorShard> SpreadStrategy::model_shards() {
-  return gives_states() ? spread_model().shards() : std::vector<TensorShard>();
-}
-std::vector<TensorShard> SpreadStrategy::optimizer_shards() {
-  return gives_states() ? spread_optimizer().shards(optimizer().state())
-                        : std::vector<TensorShard>();
-}
-std::map<std::string, std::vector<TensorBox>> SpreadStrategy::needed_of_model() {
-  return spread_model().needed();
-}
-std::map<size_t, std::vector<TensorBox>> SpreadStrategy::needed_of_optimizer() {
-  return spread_optimizer().needed();
 }
 
 WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& setup)
-    : BaseStrategy(std::move(name), setup),
+    : RowStrategy(std::move(name), setup),
       module_(setup.module),
       parameters_(unique_parameters(setup.module->parameters())) {}
 
@@ -132,24 +123,46 @@ void WholeModelStrategy::zero_grad() {
   lockstep::zero_grad(parameters_);
 }
 
-StateDict WholeModelStrategy::model_state() {
-  if (group().rank() != 0) return {};
-  StateDict state = state_dict(*module_);
-  for (auto& [name, tensor] : state) tensor = tensor.detach();
-  return state;
-}
-
-/// Buffers may differ: those of rank 0 count.
-std::vector<TensorShard> WholeModelStrategy::model_shards() {
-  StateDict state = state_dict(*module_);
-  if (group().rank() != 0) {
-    std::erase_if(state, [](const auto& item) { return !item.second.requires_grad(); });
+/// As DistributedDataParallel: each rank divides its own, then all are summed.
+void WholeModelStrategy::reduce_accumulated() {
+  if (group().size() == 1) return;
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : parameters_) {
+    if (parameter.grad().defined()) parameters.push_back(parameter);
   }
-  return whole_shards(state);
+  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  if (!std::ranges::equal(parameters, laid_out_, same)) {
+    averaged_ = flat_views(parameters, [this](int64_t elements, const at::TensorOptions& options) {
+      return group().symmetric_empty(elements, options.dtype().toScalarType());
+    });
+    laid_out_ = parameters;
+  }
+  const double share = 1.0 / group().size();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& gradient = parameters[i].grad();
+    at::Tensor& place = averaged_.views[i];
+    const bool in_place = gradient.const_data_ptr() == place.const_data_ptr();
+    in_place ? static_cast<void>(place.mul_(share)) : scaled_copy(place, gradient, share);
+  }
+  for (at::Tensor& memory : averaged_.memory) group().all_reduce(memory);
+  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = averaged_.views[i];
 }
 
-void WholeModelStrategy::load_model_state(const StateDict& state) {
-  load_state_dict(*module_, state, "the checkpoint's model.safetensors");
+/// Parameters are alike on all ranks. Buffers may differ: those of rank 0 count.
+SpreadModel WholeModelStrategy::spread_model() {
+  std::vector<at::Tensor> tensors = parameters_;
+  std::vector<Part> parts;
+  for (const at::Tensor& parameter : parameters_) parts.push_back({0, parameter.numel()});
+  for (const NamedTensor& buffer : whole_module_state(*module_).buffers) {
+    tensors.push_back(buffer.tensor);
+    parts.push_back({0, group().rank() == 0 ? buffer.tensor.numel() : 0});
+  }
+  const auto values = [tensors](size_t i) { return tensors[i].detach(); };
+  const auto store = [tensors](size_t i, const at::Tensor& whole) {
+    at::Tensor(tensors[i]).copy_(whole);
+  };
+  return {*module_, tensors, parameters_.size(), {{}, tensors, parts}, values, store};
 }
 
 at::Tensor WholeModelStrategy::compute_loss(const BatchWork& work) {
@@ -173,6 +186,15 @@ double WholeOptimizerStrategy::step_with(const LossClosure& closure) {
   });
 }
 
+SpreadOptimizer WholeOptimizerStrategy::spread_optimizer() {
+  SpreadOptimizer spread{{{}, parameters(), {}}, {}};
+  for (size_t i = 0; i < parameters().size(); ++i) {
+    spread.spread.parts.push_back({0, parameters()[i].numel()});
+    spread.indices.push_back(i);
+  }
+  return spread;
+}
+
 StateDict WholeOptimizerStrategy::optimizer_state() {
   return group().rank() == 0 ? optimizer_->state() : StateDict();
 }
@@ -194,11 +216,13 @@ void step_by(Optimizer& optimizer, const StepScale& scale) {
 }
 
 double clip_shards(const std::vector<at::Tensor>& gradients, double max_norm,
-                   const ProcessGroup& group) {
+                   const ProcessGroup& group, const std::vector<bool>& counts) {
   const auto device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
-  return clip_gradients(gradients, max_norm, [&](const auto& norms, const auto&) {
+  return clip_gradients(gradients, max_norm, [&](const auto& norms, const auto& places) {
     at::Tensor sum = at::zeros({1}, at::dtype(at::kDouble).device(device));
-    for (const at::Tensor& norm : norms) sum += norm.to(device, at::kDouble).square();
+    for (size_t i = 0; i < norms.size(); ++i) {
+      if (counts.empty() || counts[places[i]]) sum += norms[i].to(device, at::kDouble).square();
+    }
     if (group.size() > 1) group.all_reduce(sum);
     return sum.sqrt().squeeze();
   });
@@ -227,6 +251,13 @@ namespace lockstep {
 std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup, const DdpOptions& options) {
   auto strategy = std::make_unique<detail::WholeOptimizerStrategy>("ddp", setup);
   strategy->average_gradients(options);
+  return strategy;
+}
+
+std::unique_ptr<detail::RowStrategy> detail::make_ddp_row(const StrategySetup& setup,
+                                                          bool micro_batches) {
+  auto strategy = std::make_unique<WholeOptimizerStrategy>("ddp", setup);
+  if (!micro_batches) strategy->average_gradients({});
   return strategy;
 }
 

@@ -31,13 +31,13 @@ StateSpread spread_of(const ShardedParameters& parameters) {
   StateSpread spread{parameters.group(), {}, {}, /*always_vectors=*/true};
   for (const FlatUnit& unit : parameters.units()) {
     for (const FlatParameter& parameter : unit.parameters) {
-      spread.parameters.resize(std::max(spread.parameters.size(), parameter.index + 1));
+      const size_t count = std::max(spread.parameters.size(), parameter.index + 1);
+      spread.parameters.resize(count);
+      spread.parts.resize(count);
       spread.parameters[parameter.index] = parameter.tensor;
+      spread.parts[parameter.index] = unit.part(parameters.group().rank(), parameter);
     }
   }
-  spread.part = [places = FlatPlaces(parameters.units())](int rank, size_t index) {
-    return places.part(rank, index);
-  };
   return spread;
 }
 
@@ -45,13 +45,15 @@ class Fsdp final : public FsdpCore {
  public:
   Fsdp(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
        const FsdpOptions& options, std::optional<c10::Device> device)
-      : module_(std::move(module)) {
+      : module_(std::move(module)), replicate_(options.replicate_group) {
     if (!group) throw UsageError(std::string(kName) + ": the process group is null");
     const ModuleState state = whole_module_state(*module_);
     if (state.parameters.empty())
       throw UsageError(std::string(kName) + ": the module has no parameters",
                        "use the module as it is: there is nothing to shard");
-    const bool syncs = group.size() > 1 && options.init_sync;
+    all_ = group.size() * (replicate_ ? replicate_.size() : 1);
+    const bool syncs = all_ > 1 && options.init_sync;
+    if (syncs && replicate_) start_alike(state, replicate_, kName);
     if (syncs) start_alike(state, group, kName);
     parameters_ = std::make_unique<ShardedParameters>(
         lay_out(plan_units(*module_, options.units, options.min_unit_elements), *module_,
@@ -60,7 +62,7 @@ class Fsdp final : public FsdpCore {
     initialise(state, syncs);
     parameters_->adopt_module();
     for (const NamedTensor& item : state.buffers) buffers_.push_back(item.tensor);
-    broadcasts_buffers_ = options.broadcast_buffers && group.size() > 1;
+    broadcasts_buffers_ = options.broadcast_buffers && all_ > 1;
     optimizer_.spread = spread_of(*parameters_);
     make_shards();
     gradients_ = std::make_unique<ShardedGradients>(*parameters_, shards_, options);
@@ -86,7 +88,12 @@ class Fsdp final : public FsdpCore {
     if (records && of_program) gradients_->expect_backward();
     // After a forward whose gradients stay local the buffers stay local too, as in Python's DDP.
     sync_buffers_ = gradients_->synchronizing() && records;
-    if (sync_buffers_) group().note_steps(++steps_);
+    if (sync_buffers_) {
+      ++steps_;
+      for (const ProcessGroup& waits : {group(), replicate_}) {
+        if (waits) waits.note_steps(steps_);
+      }
+    }
     if (!records) parameters_->end_round();
   }
   void rethrow_failure() override { parameters_->rethrow_failure(); }
@@ -105,8 +112,22 @@ class Fsdp final : public FsdpCore {
     std::vector<at::Tensor> values;
     // Not their versions: a graph of an earlier forward may hold them.
     for (const at::Tensor& buffer : buffers_) values.push_back(buffer.variable_data());
-    broadcast_tensors(values, group());
+    take_first(values);
   }
+  /// All units are whole for as long, and backward leaves whole gradients in the module. A schedule
+  /// that an error has ended goes on with the next.
+  void begin_schedule() override {
+    if (std::exchange(in_schedule_, true)) return;
+    synchronizing() = false;
+    gradients_->allow_module();
+    gradients_->follow_module();
+    begin_full(/*writable=*/false);
+  }
+  void end_schedule() override {
+    in_schedule_ = false;
+    end_full();
+  }
+  void reduce_accumulated() override { gradients_->reduce_accumulated(); }
   bool& synchronizing() override { return gradients_->synchronizing(); }
 
   const std::vector<at::Tensor>& shards() const override { return shards_; }
@@ -172,11 +193,10 @@ class Fsdp final : public FsdpCore {
   SpreadModel model() const {
     StateSpread spread = optimizer_.spread;
     const size_t count = spread.parameters.size();
-    spread.parameters.insert(spread.parameters.end(), buffers_.begin(), buffers_.end());
-    spread.part = [this, count](int rank, size_t i) {
-      if (i < count) return optimizer_.spread.part(rank, i);
-      return Part{0, rank == 0 ? buffers_[i - count].numel() : 0};
-    };
+    for (const at::Tensor& buffer : buffers_) {
+      spread.parameters.push_back(buffer);
+      spread.parts.push_back({0, group().rank() == 0 ? buffer.numel() : 0});
+    }
     const auto values = [this, count](size_t i) {
       if (i >= count) return buffers_[i - count].detach();
       for (const Piece& piece : parameters_->pieces()) {
@@ -190,6 +210,13 @@ class Fsdp final : public FsdpCore {
     return {*module_, spread.parameters, count, spread, values, store};
   }
 
+  /// Those of the first rank of the first replica, for all.
+  void take_first(const std::vector<at::Tensor>& values) const {
+    for (const ProcessGroup& ranks : {replicate_, group()}) {
+      if (ranks && ranks.size() > 1) broadcast_tensors(values, ranks);
+    }
+  }
+
   at::Tensor shard(const Piece& piece) const {
     return parameters_->shard(piece.unit).narrow(0, piece.shard_offset, piece.size);
   }
@@ -198,7 +225,7 @@ class Fsdp final : public FsdpCore {
   void initialise(const ModuleState& state, bool syncs) {
     run_deferred(*module_, [&](const at::Tensor& deferred, const at::Tensor& made) {
       at::Tensor values = made.contiguous();
-      if (syncs) parameters_->group().broadcast(values, 0);
+      if (syncs) take_first({values});
       values = values.to(parameters_->device());
       const auto is_it = [&](const NamedTensor& item) { return item.tensor.is_same(deferred); };
       if (std::ranges::any_of(state.parameters, is_it))
@@ -217,6 +244,9 @@ class Fsdp final : public FsdpCore {
   }
 
   std::shared_ptr<torch::nn::Module> module_;
+  const ProcessGroup replicate_;
+  int all_ = 1;  ///< Ranks of all replicas.
+  bool in_schedule_ = false;
   std::vector<at::Tensor> buffers_;
   bool broadcasts_buffers_ = false;  ///< Before a forward.
   bool sync_buffers_ = true;

@@ -51,6 +51,10 @@ struct FsdpOptions {
   bool broadcast_buffers = true;
   /// Check that the ranks' modules match and take rank 0's values.
   bool init_sync = true;
+  /// The ranks that have the same shards in other replicas: hybrid sharding, as Python's HSDP over
+  /// a mesh of two dimensions. Then `group` is mesh.get_group("dp_shard"), and this is
+  /// mesh.get_group("dp_replicate"). Null: there is one replica, cut over all ranks.
+  ProcessGroup replicate_group = {};
 };
 
 /// What a FullyShardedDataParallel is and has done so far.
@@ -91,6 +95,10 @@ class FsdpCore {
   virtual void check_complete() = 0;
   /// Rank 0's buffers, for all. A collective.
   virtual void share_buffers() = 0;
+  /// See RowStrategy.
+  virtual void begin_schedule() = 0;
+  virtual void end_schedule() = 0;
+  virtual void reduce_accumulated() = 0;
   virtual bool& synchronizing() = 0;
 
   virtual const std::vector<at::Tensor>& shards() const = 0;
@@ -246,6 +254,9 @@ std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
                                              const FsdpOptions& options = {});
 
 namespace detail {
+
+class RowStrategy;
+std::unique_ptr<RowStrategy> make_fsdp_row(const StrategySetup& setup, bool micro_batches);
 
 /// Operations that were noted instead of run.
 class InitTape;

@@ -6,6 +6,7 @@
 
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
+#include "lockstep/comm/check_equal.h"
 #include "lockstep/optim/clip.h"
 #include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/whole_model.h"
@@ -19,15 +20,18 @@ FsdpOptions options_of(const StrategySetup& setup, FsdpOptions options) {
   options.cpu_offload = options.cpu_offload || given.cpu_offload;
   if (given.parameter_dtype) options.parameter_dtype = given.parameter_dtype;
   if (given.reduce_dtype) options.reduce_dtype = given.reduce_dtype;
+  if (setup.replicate_group) options.replicate_group = setup.replicate_group;
   return options;
 }
 
-class FsdpStrategy : public detail::SpreadStrategy {
+class FsdpStrategy : public detail::RowStrategy {
  public:
   FsdpStrategy(const StrategySetup& setup, const FsdpOptions& options)
-      : SpreadStrategy("fsdp", setup),
-        core_(detail::make_fsdp_core(setup.module, setup.group, options_of(setup, options),
-                                     setup.device)) {
+      : RowStrategy("fsdp", setup),
+        replicate_(setup.replicate_group),
+        core_(detail::make_fsdp_core(setup.module,
+                                     setup.shard_group ? setup.shard_group : setup.group,
+                                     options_of(setup, options), setup.device)) {
     optimizer_ = setup.make_optimizer(core_->shards());
     if (!optimizer_->is_elementwise())
       throw UsageError("fsdp: the optimizer " + optimizer_->name() +
@@ -55,9 +59,15 @@ class FsdpStrategy : public detail::SpreadStrategy {
 
   void share_buffers() override { core_->share_buffers(); }
 
+  void begin_schedule() override { core_->begin_schedule(); }
+  void end_schedule() override { core_->end_schedule(); }
+  void reduce_accumulated() override { core_->reduce_accumulated(); }
+
   std::vector<at::Tensor> gradients() const override {
     return detail::gradients_of(core_->shards());
   }
+  bool has_sharded_gradients() const override { return true; }
+  std::vector<at::Tensor> updated() const override { return core_->shards(); }
   double clip_grad_norm(double max_norm) override { return core_->clip_grad_norm(max_norm); }
 
   void zero_grad() override {
@@ -78,7 +88,26 @@ class FsdpStrategy : public detail::SpreadStrategy {
             detail::bytes_of(optimizer_->state())};
   }
 
+  detail::SpreadModel spread_model() override { return core_->spread_model(); }
+  detail::SpreadOptimizer spread_optimizer() override { return core_->spread_optimizer(); }
+  Optimizer& optimizer() const override { return *optimizer_; }
+
+  /// Replicas have the same shards.
+  void check_equal() override {
+    if (!checks_drift_ || !replicate_) return;
+    detail::Compared mine{.what = "strategy fsdp"};
+    for (size_t i = 0; i < core_->shards().size(); ++i)
+      mine.tensors.emplace_back("shard " + std::to_string(i), core_->shards()[i].detach());
+    detail::check_equal(mine, replicate_);
+  }
+
  private:
+  bool gives_states() const override { return !replicate_ || replicate_.rank() == 0; }
+  void compare_ranks() override {
+    RowStrategy::compare_ranks();
+    check_equal();
+  }
+
   at::Tensor within_forward(const std::function<at::Tensor()>& forward) {
     try {
       return in_context(forward);
@@ -88,12 +117,7 @@ class FsdpStrategy : public detail::SpreadStrategy {
     }
   }
 
-  detail::SpreadModel spread_model() override { return core_->spread_model(); }
-  const detail::SpreadOptimizer& spread_optimizer() const override {
-    return core_->spread_optimizer();
-  }
-  Optimizer& optimizer() const override { return *optimizer_; }
-
+  ProcessGroup replicate_;
   std::unique_ptr<detail::FsdpCore> core_;
   std::unique_ptr<Optimizer> optimizer_;
 };
@@ -103,6 +127,11 @@ class FsdpStrategy : public detail::SpreadStrategy {
 std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
                                              const FsdpOptions& options) {
   return std::make_unique<FsdpStrategy>(setup, options);
+}
+
+std::unique_ptr<detail::RowStrategy> detail::make_fsdp_row(const StrategySetup& setup,
+                                                           bool micro_batches) {
+  return std::make_unique<FsdpStrategy>(setup, FsdpOptions{.init_sync = !micro_batches});
 }
 
 }  // namespace lockstep

@@ -37,7 +37,8 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters,
                 .caller = "FullyShardedDataParallel",
                 .dtype = options.reduce_dtype,
                 .fixed_order = find_unused_,
-                .device = parameters.shard(0).device()}) {
+                .device = parameters.shard(0).device(),
+                .replicate = options.replicate_group}) {
   std::vector<at::Tensor> tracked;
   for (size_t u = 0; u < parameters_.units().size(); ++u) {
     const auto& items = parameters_.units()[u].parameters;
@@ -138,6 +139,20 @@ std::vector<std::string> ShardedGradients::missing_names() const {
   std::vector<std::string> names;
   for (const size_t index : missing()) names.push_back(parameter(members_[index]).name);
   return names;
+}
+
+void ShardedGradients::reduce_accumulated() {
+  withheld_.release();
+  for (const Member& member : members_) {
+    const FlatParameter& its = parameter(member);
+    if (!find_unused_ && !its.tensor.grad().defined() && its.tensor.numel() > 0)
+      throw UsageError(place() + ": no micro-batch gave " + its.name + " a gradient",
+                       "freeze it (requires_grad_(false)), use it in the loss, or set "
+                       "FsdpOptions::find_unused_parameters");
+  }
+  reducer_.begin();
+  for (const Member& member : members_) reducer_.arrived(member.unit);
+  reducer_.finish();
 }
 
 void ShardedGradients::drop_incomplete() {

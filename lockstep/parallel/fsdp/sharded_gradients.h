@@ -61,6 +61,9 @@ class ShardedGradients : private GradientTracker {
   bool has_local() const;
   /// Names of the parameters that a backward left without a gradient; empty when it is complete.
   std::vector<std::string> missing_names() const;
+  /// Reduces what backwards without synchronizing have left in the module. Throws UsageError for a
+  /// parameter without a gradient, unless parameters may be unused.
+  void reduce_accumulated();
   /// Drops what an incomplete backward has left.
   void drop_incomplete();
   /// Bytes of gradients that this rank keeps.

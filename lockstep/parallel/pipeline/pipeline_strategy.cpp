@@ -18,13 +18,12 @@
 #include "lockstep/base/words.h"
 #include "lockstep/comm/process_group.h"
 #include "lockstep/optim/clip.h"
-#include "lockstep/optim/dense_layout.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/pipeline/micro_batches.h"
 #include "lockstep/parallel/pipeline/schedule_runner.h"
 #include "lockstep/parallel/pipeline/stage_state.h"
-#include "lockstep/parallel/scaled_copy.h"
+#include "lockstep/parallel/training_mesh.h"
 #include "lockstep/parallel/whole_model.h"
 
 namespace lockstep {
@@ -35,25 +34,6 @@ void expect_layers(const StrategySetup& setup) {
   throw UsageError("strategy pipeline: the model is not known as a chain of layers",
                    "override layers() of a Trainer's module, give StrategySetup::layers, or take a "
                    "strategy that needs none, such as fsdp");
-}
-
-std::vector<MeshDimension> dimensions_of(const StrategyOptions& options, int ranks) {
-  const std::string& text = options.mesh;
-  auto dimensions = parse_mesh(text.empty() ? "pp=-1" : text, ranks);
-  bool has_pipeline = false;
-  for (const MeshDimension& dimension : dimensions) {
-    has_pipeline = has_pipeline || dimension.name == "pp";
-    if (dimension.name == "pp" || dimension.name == "dp") continue;
-    throw UsageError("strategy pipeline: mesh '" + text + "' has a dimension '" + dimension.name +
-                         "', with which a pipeline is not combined",
-                     "its dimensions are pp, the stages, and dp, the pipelines beside each other: "
-                     "--mesh dp=2,pp=2");
-  }
-  if (!has_pipeline) {
-    throw UsageError("strategy pipeline: mesh '" + text + "' has no dimension pp, for the stages",
-                     "--mesh dp=2,pp=2 makes two pipelines of two stages each");
-  }
-  return dimensions;
 }
 
 /// Of an option, which schedules count with.
@@ -141,16 +121,12 @@ at::ScalarType norm_dtype(const detail::StageTensors& tensors) {
   return widest.value_or(at::kFloat);
 }
 
-/// What becomes of a stage's gradients after its last micro-batch: those of tied parameters are
-/// summed over the stages that use them, and all are averaged over the ranks with the same stage.
+/// What stages do with their gradients after the last micro-batch: those of tied parameters are
+/// summed over the stages that use them.
 class GradientExchange {
  public:
-  /// `data_parallel`: the ranks with the same stages; null or of one rank: nothing is averaged.
-  GradientExchange(const detail::StageTensors& tensors, ProcessGroup pipeline,
-                   ProcessGroup data_parallel)
-      : tensors_(tensors),
-        pipeline_(std::move(pipeline)),
-        data_parallel_(std::move(data_parallel)) {}
+  GradientExchange(const detail::StageTensors& tensors, ProcessGroup pipeline)
+      : tensors_(tensors), pipeline_(std::move(pipeline)) {}
 
   /// Before a batch whose gradients add to those that are there.
   void begin() {
@@ -161,12 +137,36 @@ class GradientExchange {
         parameter.tensor.mutable_grad().reset();
     }
   }
-  /// Collectives of both groups.
-  void run() {
+  /// The first rank that has a tied parameter sums in the order of ranks, so all get the same bits.
+  void sum_tied() {
     const at::NoGradGuard no_grad;
-    sum_tied();
     summed_ = true;
-    if (data_parallel_ && data_parallel_.size() > 1) average();
+    const int me = pipeline_.rank();
+    for (size_t i = 0; i < tensors_.parameters().size(); ++i) {
+      const detail::StageTensor& parameter = tensors_.parameters()[i];
+      if (parameter.ranks.size() == 1 || !parameter.is_on(me) ||
+          !parameter.tensor.requires_grad()) {
+        continue;
+      }
+      const int tag = kTiedTag + static_cast<int>(i);
+      const at::Tensor& own = parameter.tensor.grad();
+      at::Tensor sum = (own.defined() ? own : at::zeros_like(parameter.tensor)).contiguous();
+      if (me != parameter.owner()) {
+        pipeline_.send(sum, parameter.owner(), tag);
+        pipeline_.recv(sum, parameter.owner(), tag);
+      } else {
+        at::Tensor other = at::empty_like(sum);
+        for (const int rank : parameter.ranks) {
+          if (rank == me) continue;
+          pipeline_.recv(other, rank, tag);
+          sum.add_(other);
+        }
+        for (const int rank : parameter.ranks) {
+          if (rank != me) pipeline_.send(sum, rank, tag);
+        }
+      }
+      parameter.tensor.mutable_grad() = sum;
+    }
   }
   /// lockstep::clip_grad_norm over the parameters of all stages, each counted once, with the bits
   /// that one process gets. A collective of the pipeline.
@@ -202,82 +202,23 @@ class GradientExchange {
   void forget() { summed_ = false; }
 
  private:
-  /// The first rank that has a tied parameter sums in the order of ranks, so all get the same bits.
-  void sum_tied() {
-    const int me = pipeline_.rank();
-    for (size_t i = 0; i < tensors_.parameters().size(); ++i) {
-      const detail::StageTensor& parameter = tensors_.parameters()[i];
-      if (parameter.ranks.size() == 1 || !parameter.is_on(me) ||
-          !parameter.tensor.requires_grad()) {
-        continue;
-      }
-      const int tag = kTiedTag + static_cast<int>(i);
-      const at::Tensor& own = parameter.tensor.grad();
-      at::Tensor sum = (own.defined() ? own : at::zeros_like(parameter.tensor)).contiguous();
-      if (me != parameter.owner()) {
-        pipeline_.send(sum, parameter.owner(), tag);
-        pipeline_.recv(sum, parameter.owner(), tag);
-      } else {
-        at::Tensor other = at::empty_like(sum);
-        for (const int rank : parameter.ranks) {
-          if (rank == me) continue;
-          pipeline_.recv(other, rank, tag);
-          sum.add_(other);
-        }
-        for (const int rank : parameter.ranks) {
-          if (rank != me) pipeline_.send(sum, rank, tag);
-        }
-      }
-      parameter.tensor.mutable_grad() = sum;
-    }
-  }
-  /// As DistributedDataParallel: each rank divides its own, then all are summed.
-  void average() {
-    std::vector<at::Tensor> parameters;
-    for (const size_t i : tensors_.own()) {
-      const at::Tensor& parameter = tensors_.parameters()[i].tensor;
-      if (parameter.grad().defined()) parameters.push_back(parameter);
-    }
-    const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-    if (!std::equal(parameters.begin(), parameters.end(), laid_out_.begin(), laid_out_.end(),
-                    same)) {
-      flat_ = flat_views(parameters, [this](int64_t elements, const at::TensorOptions& options) {
-        return data_parallel_.symmetric_empty(elements, options.dtype().toScalarType());
-      });
-      laid_out_ = parameters;
-    }
-    const double share = 1.0 / data_parallel_.size();
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      const at::Tensor& gradient = parameters[i].grad();
-      at::Tensor& place = flat_.views[i];
-      const bool in_place = gradient.const_data_ptr() == place.const_data_ptr();
-      in_place ? static_cast<void>(place.mul_(share)) : detail::scaled_copy(place, gradient, share);
-    }
-    for (at::Tensor& memory : flat_.memory) data_parallel_.all_reduce(memory);
-    for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = flat_.views[i];
-  }
-
   const detail::StageTensors& tensors_;
   ProcessGroup pipeline_;
-  ProcessGroup data_parallel_;
   bool summed_ = false;  ///< Tied parameters' gradients are the sums of all their stages.
-  FlatViews flat_;       ///< The parameters' gradients, where the group sums without copies.
-  std::vector<at::Tensor> laid_out_;
 };
 
-class PipelineStrategy final : public detail::SpreadStrategy {
+class PipelineStrategy final : public detail::BaseStrategy {
  public:
-  explicit PipelineStrategy(const StrategySetup& setup)
-      : SpreadStrategy("pipeline", setup),
+  PipelineStrategy(const std::string& name, const StrategySetup& setup, const DeviceMesh& mesh,
+                   detail::MakeRow make_row)
+      : BaseStrategy(name, setup),
         setup_((expect_layers(setup), setup)),
-        mesh_(setup.group, dimensions_of(setup.options, setup.group.size())),
-        pipeline_(mesh_.get_group("pp")),
+        share_(detail::data_share_of(mesh.dimensions(), setup.group.rank())),
+        pipeline_(mesh.get_group("pp")),
         schedule_(make_pipeline_schedule(setup.options.pipeline_schedule,
                                          shape_of(setup.options, pipeline_.size()))),
         tensors_(*setup.module, setup.layers, agreed_stages(), pipeline_.rank(), pipeline_.size()),
-        model_(tensors_.spread_model(*setup.module, pipeline_)),
-        spread_(tensors_.spread_optimizer(pipeline_)),
-        exchange_(tensors_, pipeline_, mesh_.has("dp") ? mesh_.get_group("dp") : ProcessGroup()),
+        exchange_(tensors_, pipeline_),
         link_(detail::make_group_link(pipeline_, setup.device)) {
     runner_ = std::make_unique<detail::ScheduleRunner>(
         pipeline_.rank(), pipeline_.size(), setup_.layers, starts_,
@@ -285,127 +226,160 @@ class PipelineStrategy final : public detail::SpreadStrategy {
                              setup.options.forward_context},
         *link_);
     tensors_.free_others();
-    parameters_ = tensors_.own_parameters();
-    optimizer_ = setup.make_optimizer(optimized());
+    make_row_on(mesh, make_row);
     detail::refuse_closure(
-        *optimizer_, name(),
+        optimizer(), this->name(),
         "looks at all parameters as one vector, of which a rank has those of its stages only");
     setup_.layers.clear();
     setup_.example_input = nullptr;
   }
 
-  DataShare data_share() const override {
-    return pipeline_data_share(setup_.options, group().rank(), group().size());
-  }
+  DataShare data_share() const override { return share_; }
 
   void run_batch(const BatchWork& work) override {
     const detail::MicroBatches batches(work, schedule_);
     exchange_.begin();
+    row_->begin_schedule();
     // A smaller batch at the end of an epoch may have fewer micro-batches.
     batches.size() == schedule_.num_micro_batches
         ? runner_->run(schedule_, batches)
         : runner_->run(detail::schedule_for(batches, schedule_), batches);
     adding_up_ = !work.last_of_step;
-    if (!work.last_of_step) return;
-    exchange_.run();
-    ++steps_;
-    for (const ProcessGroup& waits : {setup_.group, pipeline_}) waits.note_steps(steps_);
+    if (work.last_of_step) {
+      exchange_.sum_tied();
+      row_->reduce_accumulated();
+      ++steps_;
+      for (const ProcessGroup& waits : {setup_.group, pipeline_}) waits.note_steps(steps_);
+    }
+    row_->end_schedule();
   }
 
   std::optional<at::Tensor> predict(const std::function<at::Tensor()>&,
                                     const at::Tensor& input) override {
     if (!input.defined()) {
-      throw UsageError("strategy pipeline: predict needs the input, not only a forward");
+      throw UsageError("strategy " + name() +
+                       " with a pipeline: predict needs the input, not only "
+                       "a forward");
     }
+    row_->begin_schedule();
     at::Tensor output = runner_->predict(input);
+    row_->end_schedule();
     return output.defined() ? std::optional(std::move(output)) : std::nullopt;
   }
 
-  void share_buffers() override {
-    if (!mesh_.has("dp") || mesh_.size("dp") == 1) return;
-    std::vector<at::Tensor> buffers;
-    for (const detail::StageTensor& buffer : tensors_.buffers()) {
-      if (buffer.is_on(pipeline_.rank())) buffers.push_back(buffer.tensor);
-    }
-    detail::broadcast_tensors(buffers, mesh_.get_group("dp"));
-  }
+  void share_buffers() override { row_->share_buffers(); }
+  void check_equal() override { row_->check_equal(); }
 
-  std::vector<at::Tensor> gradients() const override { return detail::gradients_of(parameters_); }
-  bool has_sharded_gradients() const override { return pipeline_.size() > 1; }
+  std::vector<at::Tensor> gradients() const override { return row_->gradients(); }
+  bool has_sharded_gradients() const override { return pipeline_.size() > 1 || has_shards_; }
   double clip_grad_norm(double max_norm) override {
+    if (has_shards_) return clip_shards(max_norm);
     return exchange_.clip_grad_norm(setup_.device, max_norm);
   }
 
+  void update(const StepScale& scale) override { row_->update(scale); }
   void zero_grad() override {
     adding_up_ = false;
     exchange_.forget();
-    lockstep::zero_grad(parameters_);
+    row_->zero_grad();
   }
+  Optimizer& optimizer() const override { return row_->optimizer(); }
 
-  void load_model_state(const StateDict& state) override {
-    model_.load(state, "the checkpoint's model.safetensors");
+  detail::SpreadModel spread_model() override {
+    return tensors_.spread_model(*setup_.module, row_->spread_model(), whole_);
+  }
+  detail::SpreadOptimizer spread_optimizer() override {
+    return tensors_.spread_optimizer(row_->spread_optimizer(), whole_);
   }
   void load_optimizer_state(const StateDict& state) override {
-    optimizer_->load_state(spread_.own_part(state, "strategy pipeline").first);
+    row_->load_optimizer_state(tensors_.stage_state(state, row_->spread_optimizer()));
   }
-  StateBytes state_bytes() const override {
-    return {detail::bytes_of(parameters_), detail::bytes_of(gradients()),
-            detail::bytes_of(optimizer_->state())};
-  }
+  StateBytes state_bytes() const override { return row_->state_bytes(); }
 
  private:
-  detail::SpreadModel spread_model() override { return model_; }
-  const detail::SpreadOptimizer& spread_optimizer() const override { return spread_; }
-  bool gives_states() const override { return !mesh_.has("dp") || mesh_.get_local_rank("dp") == 0; }
+  bool gives_states() const override { return first_replica_; }
+  void compare_ranks() override {
+    BaseStrategy::compare_ranks();
+    row_->check_equal();
+  }
 
-  Optimizer& optimizer() const override { return *optimizer_; }
+  /// The row has the stages of this rank, over the ranks that have the same.
+  void make_row_on(const DeviceMesh& mesh, detail::MakeRow make_row) {
+    StrategySetup setup = detail::on_data_dimensions(setup_, mesh);
+    setup.module = stages_ = detail::module_of_stages(setup_.module, own_layers());
+    const auto needs_gradient = [](const at::Tensor& one) { return one.requires_grad(); };
+    const bool trains = std::ranges::any_of(tensors_.own_parameters(), needs_gradient);
+    row_ = (trains ? make_row : detail::make_ddp_row)(setup, /*micro_batches=*/true);
+    whole_ = mesh.has("dp_shard") ? mesh.flatten({"pp", "dp_shard"}) : pipeline_;
+    first_replica_ = !mesh.has("dp_replicate") || mesh.get_local_rank("dp_replicate") == 0;
+    int sharded = row_->has_sharded_gradients() ? 1 : 0;
+    pipeline_.all_reduce_values(sharded);
+    has_shards_ = sharded > 0;
+  }
 
-  /// Optimizers want at least one tensor. A stage of layers without parameters gives an empty one.
-  std::vector<at::Tensor> optimized() const {
-    if (!parameters_.empty()) return parameters_;
-    return {at::empty({0}, at::TensorOptions(setup_.device)).requires_grad_()};
+  std::vector<std::shared_ptr<torch::nn::Module>> own_layers() const {
+    std::vector<std::shared_ptr<torch::nn::Module>> own;
+    for (size_t i = 0, stage = 0; i < setup_.layers.size(); ++i) {
+      if (stage + 1 < starts_.size() && starts_[stage + 1] == i) ++stage;
+      const bool is_here = static_cast<int>(stage) % pipeline_.size() == pipeline_.rank();
+      if (is_here && setup_.layers[i].module) own.push_back(setup_.layers[i].module);
+    }
+    return own;
+  }
+
+  /// Each part is on one rank of `whole_`, but for tied parameters, which count once.
+  double clip_shards(double max_norm) {
+    const std::vector<at::Tensor> updated = row_->updated();
+    const detail::SpreadOptimizer spread = tensors_.spread_optimizer(row_->spread_optimizer(), {});
+    std::vector<at::Tensor> gradients;
+    std::vector<bool> counts;
+    for (size_t i = 0; i < updated.size(); ++i) {
+      if (!updated[i].grad().defined() || spread.indices[i] == detail::SpreadOptimizer::kNone)
+        continue;
+      gradients.push_back(updated[i].grad());
+      counts.push_back(tensors_.parameters()[spread.indices[i]].owner() == pipeline_.rank());
+    }
+    return detail::clip_shards(gradients, max_norm, whole_, counts);
   }
 
   /// The first layers of the stages, once all ranks have rank 0's model.
   const std::vector<size_t>& agreed_stages() {
     if (setup_.group.size() > 1)
-      detail::start_alike(detail::find_module_state(*setup_.module, {}, "strategy pipeline"),
-                          setup_.group, "strategy pipeline");
+      detail::start_alike(detail::find_module_state(*setup_.module, {}, "strategy " + name()),
+                          setup_.group, "strategy " + name());
     return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 
   StrategySetup setup_;
-  DeviceMesh mesh_;
+  DataShare share_;
   ProcessGroup pipeline_;
   PipelineSchedule schedule_;
   std::vector<size_t> starts_;
   detail::StageTensors tensors_;
-  detail::SpreadModel model_;
-  detail::SpreadOptimizer spread_;
   GradientExchange exchange_;
   std::unique_ptr<detail::StageLink> link_;
   std::unique_ptr<detail::ScheduleRunner> runner_;
-  std::vector<at::Tensor> parameters_;  ///< Of this rank's stages.
-  std::unique_ptr<Optimizer> optimizer_;
+  std::shared_ptr<torch::nn::Module> stages_;  ///< Of this rank: the row's module.
+  std::unique_ptr<detail::RowStrategy> row_;
+  ProcessGroup whole_;  ///< The ranks that have one model together.
+  bool first_replica_ = true;
+  bool has_shards_ = false;  ///< A rank of the pipeline has gradients in shards.
   int64_t steps_ = 0;
 };
 
 }  // namespace
 
 std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup) {
-  return std::make_unique<PipelineStrategy>(setup);
+  if (!setup.group) throw UsageError("strategy pipeline: the process group is null");
+  const auto mesh =
+      detail::training_mesh({"pipeline", false, true}, setup.options.mesh, setup.group.size());
+  return detail::make_pipeline("pipeline", setup, DeviceMesh(setup.group, mesh),
+                               detail::make_ddp_row);
 }
 
-DataShare pipeline_data_share(const StrategyOptions& options, int rank, int size) {
-  // As DeviceMesh lays ranks out: row by row.
-  DataShare share;
-  int rest = rank;
-  const auto dimensions = dimensions_of(options, size);
-  for (auto dimension = dimensions.rbegin(); dimension != dimensions.rend(); ++dimension) {
-    if (dimension->name == "dp") share = {rest % dimension->size, dimension->size};
-    rest /= dimension->size;
-  }
-  return share;
+std::unique_ptr<Strategy> detail::make_pipeline(const std::string& name, const StrategySetup& setup,
+                                                const DeviceMesh& mesh, MakeRow make_row) {
+  return std::make_unique<PipelineStrategy>(name, setup, mesh, make_row);
 }
 
 }  // namespace lockstep

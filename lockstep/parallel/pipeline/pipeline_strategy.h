@@ -10,9 +10,14 @@
 #include <string>
 #include <vector>
 
+#include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/strategy.h"
 
 namespace lockstep {
+
+namespace detail {
+class RowStrategy;
+}
 
 /// Each rank has some consecutive layers of the model, a stage, and only their parameters,
 /// gradients and optimizer state. A batch goes through the stages in micro-batches, by the schedule
@@ -36,9 +41,12 @@ namespace lockstep {
 /// a parameter in no layer. Throws MismatchError where the ranks' modules differ.
 std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup);
 
-/// Its data_share(), from the mesh alone: all ranks of one pipeline share the data. Throws as
-/// above.
-DataShare pipeline_data_share(const StrategyOptions& options, int rank, int size);
+namespace detail {
+/// A pipeline over the mesh's dimension pp. `make_row` says what ranks with the same stages do.
+std::unique_ptr<Strategy> make_pipeline(
+    const std::string& name, const StrategySetup& setup, const DeviceMesh& mesh,
+    std::unique_ptr<RowStrategy> (*make_row)(const StrategySetup& setup, bool micro_batches));
+}  // namespace detail
 
 /// Cuts a chain of layers into stages: the first layer of each stage, beginning with 0. Every stage
 /// gets at least one layer, and the cost of the costliest stage is minimal. Among equal solutions

@@ -10,6 +10,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/pipeline/schedule.h"
+#include "lockstep/parallel/training_mesh.h"
 #include "lockstep/parallel/whole_model.h"
 #include "tests/support/message_of.h"
 #include "tests/support/over_backends.h"
@@ -82,7 +83,8 @@ TEST_P(PipelineUse, AMeshAveragesOverPipelines) {
       const auto strategy = make_pipeline_strategy(setup_of(model, group, {.mesh = mesh}));
       const DataShare share = strategy->data_share();
       EXPECT_EQ(share.size, 2);
-      const DataShare planned = pipeline_data_share({.mesh = mesh}, group.rank(), 4);
+      const DataShare planned = detail::data_share_of(
+          detail::training_mesh({"pipeline", false, true}, mesh, 4), group.rank());
       EXPECT_EQ(planned.rank, share.rank);
       EXPECT_EQ(planned.size, share.size);
       for (int step = 0; step < 3; ++step) {
@@ -498,7 +500,7 @@ TEST(PipelineMistakes, AreNamed) {
               HasSubstr("6 stages cannot be made of 4 layers"));
   EXPECT_THAT(refused(2, {.mesh = "dp=2,pp=2"}), HasSubstr("has room for 4 ranks"));
   EXPECT_THAT(refused(2, {.mesh = "dp=2"}), HasSubstr("no dimension pp"));
-  EXPECT_THAT(refused(2, {.mesh = "tp=1,pp=2"}), HasSubstr("dimension 'tp'"));
+  EXPECT_THAT(refused(2, {.mesh = "tp=1,pp=2"}), HasSubstr("'tp'"));
   EXPECT_THAT(refused(2, {.pipeline_plan = {"linear9"}}), HasSubstr("did you mean 'linear"));
   EXPECT_THAT(refused(2, {.pipeline_plan = {"norm", "linear2"}}),
               HasSubstr("makes 3, but there are 2"));

@@ -4,10 +4,14 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <unordered_map>
+#include <utility>
 
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
+#include "lockstep/optim/optimizer_state.h"
 
 namespace lockstep::detail {
 namespace {
@@ -36,6 +40,15 @@ std::vector<at::Tensor> shapes_of(const std::vector<StageTensor>& tensors) {
   for (const auto& [name, tensor, ranks] : tensors)
     shapes.push_back(at::empty({}, tensor.options().requires_grad(false)).expand(tensor.sizes()));
   return shapes;
+}
+
+using Places = std::unordered_map<const c10::TensorImpl*, size_t>;
+
+Places places_of(const std::vector<at::Tensor>& tensors) {
+  Places places;
+  for (const at::Tensor& tensor : tensors)
+    places.emplace(tensor.unsafeGetTensorImpl(), places.size());
+  return places;
 }
 
 }  // namespace
@@ -79,30 +92,112 @@ void StageTensors::free_others() {
   }
 }
 
-SpreadModel StageTensors::spread_model(torch::nn::Module& module,
-                                       const ProcessGroup& pipeline) const {
+SpreadModel StageTensors::spread_model(torch::nn::Module& module, SpreadModel stages,
+                                       const ProcessGroup& group) const {
   std::vector<StageTensor> all = parameters_;
   all.insert(all.end(), buffers_.begin(), buffers_.end());
-  std::vector<at::Tensor> tensors;
-  for (const StageTensor& item : all) tensors.push_back(item.tensor);
-  const auto part = [all, count = parameters_.size()](int rank, size_t i) {
-    const bool gives = i < count ? all[i].is_on(rank) : all[i].owner() == rank;
-    return Part{0, gives ? all[i].tensor.numel() : 0};
+  const auto places = std::make_shared<const Places>(places_of(stages.tensors));
+  SpreadModel whole{module, {}, parameters_.size(), {group, shapes_of(all), {}}, {}, {}};
+  whole.spread.always_vectors = stages.spread.always_vectors;
+  for (size_t i = 0; i < all.size(); ++i) {
+    whole.tensors.push_back(all[i].tensor);
+    const auto place = places->find(all[i].tensor.unsafeGetTensorImpl());
+    const bool gives = i < parameters_.size() || all[i].owner() == rank_;
+    const bool has = place != places->end() && gives;
+    whole.spread.parts.push_back(has ? stages.spread.parts[place->second] : Part());
+    if (has) whole.spread.parameters[i] = stages.spread.parameters[place->second];
+  }
+  const auto at = [places, tensors = whole.tensors](size_t i) {
+    return places->find(tensors[i].unsafeGetTensorImpl());
   };
-  const auto values = [tensors](size_t i) { return tensors[i].detach(); };
-  const auto store = [tensors](size_t i, const at::Tensor& whole) {
-    at::Tensor(tensors[i]).copy_(whole);
+  whole.values = [at, places, of = stages.values](size_t i) {
+    return at(i) == places->end() ? at::Tensor() : of(at(i)->second);
   };
-  return {module, tensors, parameters_.size(), {pipeline, shapes_of(all), part}, values, store};
+  whole.store = [at, of = stages.store](size_t i, const at::Tensor& value) {
+    of(at(i)->second, value);
+  };
+  return whole;
 }
 
-SpreadOptimizer StageTensors::spread_optimizer(const ProcessGroup& pipeline) const {
-  const auto part = [this](int rank, size_t i) {
-    return Part{0, parameters_[i].is_on(rank) ? parameters_[i].tensor.numel() : 0};
-  };
-  // A rank without parameters has an optimizer of one tensor without elements.
-  return {{pipeline, shapes_of(parameters_), part},
-          own_.empty() ? std::vector{SpreadOptimizer::kNone} : own_};
+SpreadOptimizer StageTensors::spread_optimizer(SpreadOptimizer stages,
+                                               const ProcessGroup& group) const {
+  const std::vector<size_t> whole_of = wholes_of(stages);
+  StateSpread spread{group, shapes_of(parameters_), std::vector<Part>(parameters_.size())};
+  spread.always_vectors = stages.spread.always_vectors;
+  for (size_t j = 0; j < whole_of.size(); ++j) {
+    if (whole_of[j] == SpreadOptimizer::kNone) continue;
+    spread.parameters[whole_of[j]] = stages.spread.parameters[j];
+    spread.parts[whole_of[j]] = stages.spread.parts[j];
+  }
+  stages.spread = std::move(spread);
+  for (size_t& index : stages.indices) {
+    if (index != SpreadOptimizer::kNone) index = whole_of[index];
+  }
+  for (auto& [text, tensor] : stages.frozen) {
+    const StateKey key = parse_state_key(text);
+    text = state_key(key.name, whole_of[key.index]);
+  }
+  return stages;
+}
+
+StateDict StageTensors::stage_state(const StateDict& whole, const SpreadOptimizer& stages) const {
+  const std::vector<size_t> whole_of = wholes_of(stages);
+  StateDict state;
+  for (const auto& [text, tensor] : whole) {
+    const StateKey key = parse_state_key(text);
+    if (key.index >= parameters_.size())
+      throw CheckpointError("the optimizer state's '" + text +
+                                "' is for a parameter that does not exist; there are " +
+                                std::to_string(parameters_.size()),
+                            "the checkpoint is of another model or optimizer");
+    const auto found = std::ranges::find(whole_of, key.index);
+    if (found == whole_of.end()) continue;
+    const auto index = static_cast<size_t>(found - whole_of.begin());
+    state.emplace_back(state_key(key.name, index), tensor);
+  }
+  return state;
+}
+
+/// By the stages' indices.
+std::vector<size_t> StageTensors::wholes_of(const SpreadOptimizer& stages) const {
+  const Places places = places_of(own_parameters());
+  std::vector<size_t> whole_of;
+  for (const at::Tensor& parameter : stages.spread.parameters) {
+    const auto place = places.find(parameter.unsafeGetTensorImpl());
+    whole_of.push_back(place == places.end() ? SpreadOptimizer::kNone : own_[place->second]);
+  }
+  return whole_of;
+}
+
+std::shared_ptr<torch::nn::Module> module_of_stages(
+    const std::shared_ptr<torch::nn::Module>& whole,
+    const std::vector<std::shared_ptr<torch::nn::Module>>& layers) {
+  std::map<std::string, std::shared_ptr<torch::nn::Module>> named;  // Ancestors come first.
+  for (size_t i = 0; i < layers.size(); ++i) {
+    if (layers[i] == whole) return whole;
+    std::string name = "layer" + std::to_string(i);
+    for (const auto& entry : whole->named_modules("", /*include_self=*/false)) {
+      if (entry.value() == layers[i]) name = entry.key();
+    }
+    named.emplace(name, layers[i]);
+  }
+  std::map<std::string, std::shared_ptr<torch::nn::Module>> made{
+      {"", std::make_shared<torch::nn::Module>()}};
+  for (const auto& [name, module] : named) {
+    std::string path;
+    std::shared_ptr<torch::nn::Module> at = made[""];
+    for (const std::string& part : split(name, '.')) {
+      path += (path.empty() ? "" : ".") + part;
+      if (path != name && named.contains(path)) break;  // Within another layer.
+      auto& child = made[path];
+      if (!child)
+        at->register_module(part,
+                            child = path == name ? module : std::make_shared<torch::nn::Module>());
+      at = child;
+    }
+  }
+  if (made[""]->parameters().empty()) made[""]->register_parameter("none", at::empty({0}));
+  return made[""];
 }
 
 }  // namespace lockstep::detail

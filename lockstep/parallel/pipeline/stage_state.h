@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -39,15 +40,28 @@ class StageTensors {
   /// Gives the memory of other ranks' parameters back. They keep their shape and are NaN.
   void free_others();
 
-  /// The states of the module and of an optimizer of own_parameters(). Keep this for as long.
-  SpreadModel spread_model(torch::nn::Module& module, const ProcessGroup& pipeline) const;
-  SpreadOptimizer spread_optimizer(const ProcessGroup& pipeline) const;
+  /// The states of the whole module and its optimizer, from those that a row has of this rank's
+  /// stages. `group`: the ranks that have the whole together.
+  SpreadModel spread_model(torch::nn::Module& module, SpreadModel stages,
+                           const ProcessGroup& group) const;
+  SpreadOptimizer spread_optimizer(SpreadOptimizer stages, const ProcessGroup& group) const;
+  /// What a whole optimizer's state has of the stages' parameters, by their indices there. Throws
+  /// CheckpointError for a parameter that does not exist.
+  StateDict stage_state(const StateDict& whole, const SpreadOptimizer& stages) const;
 
  private:
+  std::vector<size_t> wholes_of(const SpreadOptimizer& stages) const;
+
   int rank_;
   std::vector<StageTensor> parameters_;
   std::vector<StageTensor> buffers_;
   std::vector<size_t> own_;
 };
+
+/// A module of the layers of some stages, by the names that they have in the whole one. Where they
+/// have no parameter it has an empty one, as optimizers want one.
+std::shared_ptr<torch::nn::Module> module_of_stages(
+    const std::shared_ptr<torch::nn::Module>& whole,
+    const std::vector<std::shared_ptr<torch::nn::Module>>& layers);
 
 }  // namespace lockstep::detail

@@ -1,11 +1,16 @@
 #include "lockstep/parallel/strategies/strategies.h"
 
+#include <nlohmann/json.hpp>
+
 #include "lockstep/base/error.h"
+#include "lockstep/base/log.h"
 #include "lockstep/base/words.h"
+#include "lockstep/comm/shared_memory/host_key.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/logical_shards.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
+#include "lockstep/parallel/training_mesh.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
@@ -14,33 +19,40 @@ namespace {
 
 struct Row {
   StrategyInfo info;
-  std::unique_ptr<Strategy> (*make)(const StrategySetup& setup);
-  /// Null where every rank has a share of its own.
-  DataShare (*share)(const StrategyOptions& options, int rank, int size) = nullptr;
-  /// Whether ranks may have several dimensions.
-  bool takes_mesh = false;
+  /// How it places a model on ranks that train on different data. Null: `make` does all.
+  detail::MakeRow make_row;
+  std::unique_ptr<Strategy> (*make)(const StrategySetup& setup) = nullptr;
+  bool shards = false;     ///< It cuts the model over dp_shard.
+  bool pipelines = false;  ///< Ranks are stages unless a mesh says otherwise.
+  bool by_hosts = false;   ///< It cuts a model within hosts unless a mesh says otherwise.
 };
 
 /// Adding a strategy adds its folder, and a line here.
 const std::vector<Row>& rows() {
   static const std::vector<Row> rows{
-      {{"ddp", "every rank has the whole model; gradients are averaged"},
-       [](const StrategySetup& setup) {
-         return setup.options.logical_shards > 0 ? make_sharded_batch_strategy(setup)
-                                                 : make_ddp_strategy(setup);
-       }},
+      {{"ddp", "every rank has the whole model; gradients are averaged"}, detail::make_ddp_row},
       {{"dp", "one process: a replica for each device or core takes a part of each batch"},
-       [](const StrategySetup& setup) { return make_dp_strategy(setup); }},
+       nullptr,
+       make_dp_strategy},
       {{"zero1", "ddp, with the optimizer's state shared out to the ranks"},
-       [](const StrategySetup& setup) { return make_zero1_strategy(setup); }},
+       detail::make_zero1_row,
+       nullptr,
+       /*shards=*/true},
       {{"zero2", "zero1, and each rank keeps the gradients of its part only"},
-       [](const StrategySetup& setup) { return make_zero2_strategy(setup); }},
-      {{"pipeline", "each rank has some layers; micro-batches go through them"},
-       make_pipeline_strategy,
-       pipeline_data_share,
-       /*takes_mesh=*/true},
+       detail::make_zero2_row,
+       nullptr,
+       /*shards=*/true},
+      {{"pipeline", "ddp with mesh pp=N: each rank has some layers; micro-batches go through them"},
+       detail::make_ddp_row,
+       nullptr,
+       /*shards=*/false,
+       /*pipelines=*/true},
       {{"fsdp", "parameters, gradients and the optimizer's state are sharded"},
-       [](const StrategySetup& setup) { return make_fsdp_strategy(setup); }},
+       detail::make_fsdp_row,
+       nullptr,
+       /*shards=*/true,
+       /*pipelines=*/false,
+       /*by_hosts=*/true},
   };
   return rows;
 }
@@ -58,10 +70,28 @@ void check_options(const Row& row, const StrategyOptions& options) {
     throw UsageError("strategy " + row.info.name + " takes no logical shards",
                      "take strategy ddp, or leave the shards out");
   }
-  if (options.mesh.empty() || row.takes_mesh) return;
-  throw UsageError("strategy " + row.info.name + " takes no mesh (" + options.mesh +
-                       "): all its ranks are one dimension",
-                   "leave the mesh out, or take a strategy that combines with others: pipeline");
+  if (options.mesh.empty()) return;
+  if (options.logical_shards > 0)
+    throw UsageError("logical shards go with no mesh (" + options.mesh + ")",
+                     "leave one of the two out");
+  if (!row.make_row)
+    throw UsageError(
+        "strategy " + row.info.name + " takes no mesh (" + options.mesh + "): it has one process",
+        "leave the mesh out, or take strategy ddp, zero1, zero2 or fsdp");
+}
+
+std::vector<MeshDimension> mesh_of(const Row& row, const StrategyOptions& options, int ranks) {
+  return detail::training_mesh({row.info.name, row.shards, row.pipelines}, options.mesh, ranks);
+}
+
+/// Between hosts a gather in each forward and backward costs more than the memory of a replica.
+std::vector<MeshDimension> mesh_by_hosts(const ProcessGroup& group) {
+  const auto keys = group.all_gather_object(host_key());
+  auto mesh = detail::mesh_by_hosts({keys.begin(), keys.end()});
+  if (mesh.size() > 1 && group.rank() == 0)
+    log_info("the model is cut within each host and replicated over hosts (--mesh " +
+             mesh_text(mesh) + "); --mesh dp_shard=-1 cuts it over all ranks");
+  return mesh;
 }
 
 }  // namespace
@@ -79,10 +109,18 @@ std::vector<std::string> strategy_names() {
 }
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
-  check_options(row_of(name), setup.options);
+  const Row& row = row_of(name);
+  check_options(row, setup.options);
   if (!setup.make_optimizer)
     throw UsageError("strategy " + name + ": StrategySetup::make_optimizer is not set");
-  return row_of(name).make(setup);
+  if (!setup.group) throw UsageError("strategy " + name + ": the process group is null");
+  if (setup.options.logical_shards > 0) return make_sharded_batch_strategy(setup);
+  if (!row.make_row) return row.make(setup);
+  auto dimensions = mesh_of(row, setup.options, setup.group.size());
+  if (row.by_hosts && setup.options.mesh.empty()) dimensions = mesh_by_hosts(setup.group);
+  const DeviceMesh mesh(setup.group, dimensions);
+  if (mesh.has("pp")) return detail::make_pipeline(name, setup, mesh, row.make_row);
+  return row.make_row(detail::on_data_dimensions(setup, mesh), /*micro_batches=*/false);
 }
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
@@ -91,7 +129,8 @@ DataShare data_share(const std::string& name, const StrategyOptions& options, in
   if (options.logical_shards > 0) {
     return share_of(shards_of_rank(options.logical_shards, rank, size), options.logical_shards);
   }
-  return row.share ? row.share(options, rank, size) : DataShare{rank, size};
+  return row.make_row ? detail::data_share_of(mesh_of(row, options, size), rank)
+                      : DataShare{rank, size};
 }
 
 }  // namespace lockstep

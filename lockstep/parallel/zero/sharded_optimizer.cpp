@@ -76,12 +76,12 @@ ShardedOptimizer::ShardedOptimizer(std::vector<at::Tensor> parameters, const Opt
   refuse_closure(*optimizer_, what_,
                  "looks at all parameters as one vector, of which a rank updates a part only");
   // Of a parameter that is frozen nothing is in shards: rank 0 has all of its state.
-  spread_.spread = {group, shards_.parameters(), [this](int rank, size_t i) {
-                      if (shards_.has(i)) return shards_.part(rank, i);
-                      return Part{0, rank == 0 ? shards_.parameters()[i].numel() : 0};
-                    }};
-  for (size_t i = 0; i < shards_.parameters().size(); ++i)
+  spread_.spread = {group, shards_.parameters(), {}};
+  for (size_t i = 0; i < shards_.parameters().size(); ++i) {
+    const Part frozen{0, group.rank() == 0 ? shards_.parameters()[i].numel() : 0};
+    spread_.spread.parts.push_back(shards_.has(i) ? shards_.part(group.rank(), i) : frozen);
     spread_.indices.push_back(shards_.has(i) ? i : SpreadOptimizer::kNone);
+  }
 }
 
 void ShardedOptimizer::follow_parameters() {

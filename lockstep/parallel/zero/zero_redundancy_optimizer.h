@@ -129,4 +129,10 @@ std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup);
 /// not elementwise is a UsageError. StrategyOptions::reduce_dtype may be any floating-point dtype.
 std::unique_ptr<Strategy> make_zero2_strategy(const StrategySetup& setup);
 
+namespace detail {
+class RowStrategy;
+std::unique_ptr<RowStrategy> make_zero1_row(const StrategySetup& setup, bool micro_batches);
+std::unique_ptr<RowStrategy> make_zero2_row(const StrategySetup& setup, bool micro_batches);
+}  // namespace detail
+
 }  // namespace lockstep

@@ -9,6 +9,7 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/gradient_reducer.h"
+#include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/shard_reducer.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -37,10 +38,10 @@ constexpr int64_t kPackBytes = 1 << 20;
 class PartReducer : public detail::GradientReducer {
  public:
   /// `parameters`: those of the optimizer's that need a gradient. `dtype`: to reduce in, in place
-  /// of the gradients' own. `replicate`: as ShardReducerOptions has it.
+  /// of the gradients' own.
   PartReducer(detail::ShardedOptimizer& optimizer,
               const std::vector<detail::ReducedParameter>& parameters, const std::string& what,
-              std::optional<at::ScalarType> dtype, const ProcessGroup& replicate = {})
+              std::optional<at::ScalarType> dtype, const ProcessGroup& replicate)
       : optimizer_(optimizer),
         reducer_(named(optimizer.shards().units(), parameters), optimizer.shards().parts(),
                  optimizer.shards().group(),
@@ -65,6 +66,11 @@ class PartReducer : public detail::GradientReducer {
   void take(size_t index) override {
     if (reducer_.arrived(units_[index])) reducer_.reduce_in_turn();
     if (--awaited_ == 0) reducer_.finish();
+  }
+  /// What has added up in the parameters. Those without a gradient count as having zeros.
+  void reduce_all() {
+    begin();
+    for (size_t i = 0; i < units_.size(); ++i) take(i);
   }
 
   detail::ShardReducer& shards() { return reducer_; }
@@ -91,21 +97,25 @@ class PartReducer : public detail::GradientReducer {
 
 class ZeroStrategy : public detail::WholeModelStrategy {
  public:
-  ZeroStrategy(const StrategySetup& setup, int stage)
+  ZeroStrategy(const StrategySetup& setup, int stage, bool micro_batches)
       : WholeModelStrategy("zero" + std::to_string(stage), setup),
-        optimizer_(parameters(), setup.make_optimizer, group(), name(),
+        replica_(setup.replicate_group ? setup.replicate_group.rank() : 0),
+        optimizer_(parameters(), setup.make_optimizer,
+                   setup.shard_group ? setup.shard_group : group(), name(),
                    /*small_buckets=*/stage == 2) {
-    if (stage == 1) {
-      DdpOptions options;
-      options.comm_hook = hook_of(setup.options.reduce_dtype, parameters());
-      average_gradients(options);
-    } else {
-      average_gradients({}, [&](const auto& parameters) {
-        auto reducer = std::make_unique<PartReducer>(optimizer_, parameters, name(),
-                                                     setup.options.reduce_dtype);
-        reducer_ = reducer.get();
-        return reducer;
-      });
+    const auto reduce_dtype = setup.options.reduce_dtype;
+    const auto make_reducer = [&](const auto& parameters) {
+      auto reducer = std::make_unique<PartReducer>(optimizer_, parameters, name(), reduce_dtype,
+                                                   setup.replicate_group);
+      reducer_ = reducer.get();
+      return reducer;
+    };
+    DdpOptions options;
+    if (stage == 1) options.comm_hook = hook_of(reduce_dtype, parameters());
+    if (micro_batches && stage == 2) {
+      own_reducer_ = make_reducer(detail::whole_module_state(*setup.module).reduced);
+    } else if (!micro_batches) {
+      stage == 1 ? average_gradients(options) : average_gradients(options, make_reducer);
     }
   }
   /// The reducer uses the optimizer.
@@ -117,7 +127,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   bool has_sharded_gradients() const override { return reducer_ != nullptr; }
   double clip_grad_norm(double max_norm) override {
     if (!reducer_) return WholeModelStrategy::clip_grad_norm(max_norm);
-    return detail::clip_shards(reducer_->shards().means(), max_norm, group());
+    return detail::clip_shards(reducer_->shards().means(), max_norm, optimizer_.shards().group());
   }
 
   void update(const StepScale& scale) override {
@@ -130,14 +140,16 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     if (reducer_) reducer_->shards().drop();
   }
 
+  void reduce_accumulated() override {
+    if (!reducer_) return WholeModelStrategy::reduce_accumulated();
+    optimizer_.follow_parameters();
+    reducer_->reduce_all();
+  }
+  std::vector<at::Tensor> updated() const override { return optimizer_.shards().parts(); }
+  Optimizer& optimizer() const override { return optimizer_.local(); }
+  detail::SpreadOptimizer spread_optimizer() override { return optimizer_.spread(); }
   StateDict optimizer_state() override {
-    return optimizer_.spread().gather(optimizer_.local().state());
-  }
-  std::vector<TensorShard> optimizer_shards() override {
-    return optimizer_.spread().shards(optimizer_.local().state());
-  }
-  std::map<size_t, std::vector<TensorBox>> needed_of_optimizer() override {
-    return optimizer_.spread().needed();
+    return replica_ == 0 ? optimizer_.spread().gather(optimizer().state()) : StateDict();
   }
   void load_optimizer_state(const StateDict& state) override { optimizer_.load_state(state); }
 
@@ -148,20 +160,30 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   }
 
  private:
-  Optimizer& optimizer() const override { return optimizer_.local(); }
-
+  int replica_;
   detail::ShardedOptimizer optimizer_;
-  PartReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it.
+  std::unique_ptr<PartReducer> own_reducer_;
+  PartReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it, or this.
 };
 
 }  // namespace
 
 std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup) {
-  return std::make_unique<ZeroStrategy>(setup, 1);
+  return detail::make_zero1_row(setup, false);
 }
 
 std::unique_ptr<Strategy> make_zero2_strategy(const StrategySetup& setup) {
-  return std::make_unique<ZeroStrategy>(setup, 2);
+  return detail::make_zero2_row(setup, false);
+}
+
+std::unique_ptr<detail::RowStrategy> detail::make_zero1_row(const StrategySetup& setup,
+                                                            bool micro_batches) {
+  return std::make_unique<ZeroStrategy>(setup, 1, micro_batches);
+}
+
+std::unique_ptr<detail::RowStrategy> detail::make_zero2_row(const StrategySetup& setup,
+                                                            bool micro_batches) {
+  return std::make_unique<ZeroStrategy>(setup, 2, micro_batches);
 }
 
 }  // namespace lockstep
