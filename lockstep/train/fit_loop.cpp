@@ -129,7 +129,7 @@ detail::TrainTask ready(detail::TrainTask task, const Trainer& trainer) {
 
 /// Whether each rank has all of the state after a step, which all have applied or none.
 bool is_whole_after_step(const TrainerOptions& options, const StepLoop& loop) {
-  return options.strategy == "ddp" && options.strategy_options.logical_shards == 0 &&
+  return has_whole_state(options.strategy, options.strategy_options) &&
          loop.automatic() && !loop.parts().front()->strategy().needs_closure();
 }
 

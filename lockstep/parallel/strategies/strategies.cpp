@@ -1,9 +1,11 @@
 #include "lockstep/parallel/strategies/strategies.h"
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/comm/shared_memory/host_key.h"
 #include "lockstep/parallel/data_parallel/data_parallel.h"
@@ -121,6 +123,17 @@ std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategyS
   const DeviceMesh mesh(setup.group, dimensions);
   if (mesh.has("pp")) return detail::make_pipeline(name, setup, mesh, row.make_row);
   return row.make_row(detail::on_data_dimensions(setup, mesh), /*micro_batches=*/false);
+}
+
+bool is_pipeline(const std::string& name, const StrategyOptions& options) {
+  const auto dimensions = split(options.mesh, ',');
+  return row_of(name).pipelines || std::ranges::any_of(dimensions, [](const std::string& text) {
+           return text.starts_with("pp=");
+         });
+}
+
+bool has_whole_state(const std::string& name, const StrategyOptions& options) {
+  return !row_of(name).shards && options.logical_shards == 0 && !is_pipeline(name, options);
 }
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {

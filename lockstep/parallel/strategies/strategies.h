@@ -23,6 +23,13 @@ std::vector<std::string> strategy_names();
 /// make_strategy.
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size);
 
+/// Whether ranks are stages of a pipeline: by the strategy, or by a dimension pp of the mesh.
+bool is_pipeline(const std::string& name, const StrategyOptions& options);
+
+/// Whether each rank has the whole model and the whole optimizer, so that any of them can go on
+/// without the others.
+bool has_whole_state(const std::string& name, const StrategyOptions& options);
+
 /// Makes a strategy. A collective of `setup.group`. Throws UsageError for an unknown name (with the
 /// nearest) and for what the strategy cannot do with this module or these options.
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup);

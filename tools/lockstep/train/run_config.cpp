@@ -414,8 +414,9 @@ void check_config(const RunConfig& config) {
     throw UsageError("--load-only and --load-rename are for --load-weights, which is not given");
   }
   check_torch_script(config);
-  if (config.strategy == "pipeline" && model_info(config.model).from_file) {
-    throw UsageError("--strategy pipeline needs a chain of layers, which the TorchScript file " +
+  if (is_pipeline(config.strategy, strategy_options(config)) &&
+      model_info(config.model).from_file) {
+    throw UsageError("a pipeline needs a chain of layers, which the TorchScript file " +
                          config.model + " is not known as",
                      "--strategy fsdp or zero2 shards it");
   }

@@ -59,10 +59,10 @@ bool can_live_on(const RunConfig& config, const std::string& command) {
   return command == "lockstep train" && is_on_cpu(config);
 }
 
-/// Each rank has all of the state.
+/// Each rank has all of the state after each step.
 bool has_whole_state(const RunConfig& config) {
-  return config.strategy == "dp" ||
-         (config.strategy == "ddp" && config.logical_shards == 0 && config.optimizer != "lbfgs");
+  return config.optimizer != "lbfgs" &&
+         lockstep::has_whole_state(config.strategy, strategy_options(config));
 }
 
 /// Whether this rank is of a job of several hosts whose ranks can live on.
