@@ -217,7 +217,8 @@ void run_stage(const lockstep::ProcessGroup& stages, const Options& options) {
                                                            {.lr = options.lr});
                          },
                      .group = stages,
-                     .options = {.num_micro_batches = splits, .pipeline_balance = "parameters"}});
+                     .options = {.pipeline = lockstep::PipelineOptions{.num_micro_batches = splits,
+                                                                       .balance = "parameters"}}});
     double loss = 0;
     const auto step = [&](const Batch& batch) {
       loss = 0;

@@ -5,13 +5,13 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/join.h"
+#include "lockstep/parallel/strategy_options.h"
 #include "lockstep/parallel/wrapped_module.h"
 
 namespace torch::nn {
@@ -19,65 +19,6 @@ class Module;
 }
 
 namespace lockstep {
-
-/// What is done to a bucket of gradients before or instead of the all-reduce; Python's names.
-/// `fp16_compress` and `bf16_compress` divide by the group's size, send half of the bytes and widen
-/// again. bf16 keeps float32's range at 8 bits of precision. fp16 has 11 bits, but overflows at
-/// 65504.
-enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
-
-/// What averages the gradients. Both have the same buckets and give the same bits.
-enum class Reducer {
-  /// Ours, the fastest, for dense gradients of real numbers on the CPU, where every parameter is
-  /// used and there is no hook. Else LibTorch's.
-  automatic,
-  c10d,  ///< LibTorch's c10d::Reducer, as Python.
-};
-
-/// Gradients that are ready to be communicated: several parameters' in one flat buffer.
-struct GradientBucket {
-  at::Tensor gradients;                ///< One dimension; local, not divided. May be changed.
-  std::vector<at::Tensor> parameters;  ///< Whose gradients they are, in the buffer's order.
-  size_t index = 0;                    ///< In the order of reduction.
-  bool is_last = false;                ///< Of this backward.
-};
-
-/// The user's own hook: what a bucket's gradients become, of the same shape (for DDP's meaning, the
-/// mean over ranks). Called on the thread that runs backward, once per bucket, in the same order on
-/// all ranks.
-using GradientHook = std::function<at::Tensor(const ProcessGroup& group, GradientBucket& bucket)>;
-
-/// The same in two parts, so that communication overlaps with the rest of backward. The hook starts
-/// it and returns a function at once. That function is called at the end of backward for the
-/// result.
-using AsyncGradientHook =
-    std::function<std::function<at::Tensor()>(const ProcessGroup& group, GradientBucket& bucket)>;
-
-/// Python's DistributedDataParallel options, with its defaults unless a line says otherwise.
-struct DdpOptions {
-  double bucket_cap_mb = 25;   ///< Gradients per all-reduce, in MiB.
-  double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
-  /// Walk the graph after each forward for parameters that get no gradient. Costs time each step.
-  bool find_unused_parameters = false;
-  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed. The
-  /// first forward must not be within no_sync: UsageError.
-  bool static_graph = false;
-  /// Gradients are views of the buckets, which saves one copy per step. Unset: with our own reducer
-  /// only, as Optimizer::zero_grad of torch::optim cannot detach c10d's. Python's default is false.
-  std::optional<bool> gradient_as_bucket_view = {};
-  bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
-  /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
-  bool init_sync = true;
-  Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
-  CommHook comm_hook = CommHook::none;
-  GradientHook custom_hook = {};             ///< Wins over `comm_hook`.
-  AsyncGradientHook async_custom_hook = {};  ///< Wins over both.
-  /// Full names of parameters and buffers that are left alone: neither broadcast nor reduced.
-  std::vector<std::string> ignored = {};
-  /// Compare the ranks' parameters after the 2nd, 10th, 100th, ... step: see below. Never with a
-  /// hook of the user's own, and no longer after a Join.
-  bool check_drift = true;
-};
 
 /// What a DistributedDataParallel has done so far.
 struct DdpStatistics {

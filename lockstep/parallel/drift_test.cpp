@@ -207,8 +207,8 @@ TEST(Drift, AStrategyComparesTheRateAndWhatIsSaved) {
             return make_optimizer("sgd", std::move(parameters), {.lr = lr});
           };
           setup.group = group;
-          setup.options.check_drift = check_drift;
-          return std::pair(net, make_ddp_strategy(setup, options));
+          setup.options = {.ddp = options, .check_drift = check_drift};
+          return std::pair(net, make_ddp_strategy(setup));
         };
         const auto train = [&](const auto& net, Strategy& strategy, int steps) {
           for (int i = 0; i < steps; ++i) {

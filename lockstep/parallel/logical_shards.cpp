@@ -390,8 +390,8 @@ class ShardedBatchStrategy : public detail::WholeOptimizerStrategy {
  public:
   explicit ShardedBatchStrategy(const StrategySetup& setup)
       : WholeOptimizerStrategy("ddp", setup),
-        shards_(*setup.module, setup.group, setup.options.logical_shards, setup.options.shard_seed,
-                setup.options.check_drift) {
+        shards_(*setup.module, setup.group, setup.options.logical_shards->count,
+                setup.options.logical_shards->seed, setup.options.check_drift) {
     if (!optimizer().needs_closure()) return;
     throw UsageError("optimizer " + optimizer().name() +
                          " evaluates the loss several times in a step, which logical shards do "

@@ -15,6 +15,7 @@
 #include "lockstep/comm/process_group.h"
 #include "lockstep/comm/tensor_shard.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/strategy_options.h"
 
 namespace torch::nn {
 class Module;
@@ -67,51 +68,6 @@ struct StateBytes {
   int64_t gradients = 0;
   int64_t optimizer = 0;
   int64_t total() const { return parameters + gradients + optimizer; }
-};
-
-/// Enters what every forward and its criterion runs in, such as autocast. It is left when the
-/// result is let go.
-using ForwardContext = std::function<std::shared_ptr<void>()>;
-
-struct StrategyOptions {
-  /// Pipeline: parts of a batch. 4 keep two stages busy for 4/5 of the time.
-  int64_t num_micro_batches = 4;
-  /// Pipeline: gpipe, 1f1b, interleaved-1f1b or zero-bubble. 1f1b needs the least memory.
-  std::string pipeline_schedule = "1f1b";
-  /// DataParallel: replicas in this process. 0: one for each core, or for each GPU.
-  int64_t dp_replicas = 0;
-  /// Pipeline: stages of a rank. 0 is the schedule's own: 2 for interleaved-1f1b, else 1. More make
-  /// the bubble smaller and messages more.
-  int64_t pipeline_stages_per_rank = 0;
-  /// Pipeline: the layers at which the second and all further stages begin, by Layer::name. Empty:
-  /// stages of equal cost.
-  std::vector<std::string> pipeline_plan = {};
-  /// Pipeline: what makes stages of equal cost: "time" of their layers, measured where there is an
-  /// example_input, or "parameters", which is alike in every run.
-  std::string pipeline_balance = "time";
-  /// Pipeline: keep only the inputs of stages, and run forward again in backward. It saves most of
-  /// the activations' memory for a third more time.
-  bool recompute_activations = false;
-  /// Named dimensions of the ranks ("dp=2,pp=2"). Empty: all ranks are one dimension.
-  std::string mesh = {};
-  /// FSDP: give back gathered parameters after forward, too. Costs one more gather in backward.
-  bool reshard_after_forward = true;
-  /// FSDP: keep shards and optimizer state in the host's memory. For models that fill a GPU.
-  bool cpu_offload = false;
-  /// FSDP: dtype in which parameters are gathered and computed with. Undefined: their own.
-  std::optional<at::ScalarType> parameter_dtype = {};
-  /// FSDP, ZeRO: dtype in which gradients are reduced. Undefined: their own.
-  std::optional<at::ScalarType> reduce_dtype = {};
-  /// Empty: nothing is entered.
-  ForwardContext forward_context = {};
-  /// DDP: into how many parts a step's batch is cut, for the same bits at any number of ranks up to
-  /// it: see LogicalShards. 0: a rank's part is what it is given.
-  int64_t logical_shards = 0;
-  /// Of the shards' random numbers.
-  uint64_t shard_seed = 0;
-  /// Compare what all ranks have alike, of the parameters and the optimizer's rate, after the 2nd,
-  /// 10th, 100th, ... step and before a save: see Strategy::check_equal.
-  bool check_drift = true;
 };
 
 /// What a strategy is made of. The module's parameters lie on `device` and have their values; those

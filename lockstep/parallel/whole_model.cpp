@@ -75,11 +75,11 @@ WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& se
 void WholeModelStrategy::average_gradients(const DdpOptions& options,
                                            const ReducerFactory& make_reducer) {
   // By a hook of the user's own, as of local SGD, ranks may have weights of their own for a while.
-  checks_drift_ =
-      checks_drift_ && options.check_drift && !options.custom_hook && !options.async_custom_hook;
-  if (group().size() == 1) return;
+  const bool has_own_hook = options.custom_hook || options.async_custom_hook;
+  if (group().size() == 1 && !has_own_hook) return;
   DdpOptions own = options;
-  own.check_drift = checks_drift_;
+  own.check_drift = checks_drift_ && options.check_drift && !has_own_hook;
+  checks_drift_ = own.check_drift && options.ignored.empty();
   core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
 }
 
@@ -248,16 +248,14 @@ int64_t bytes_of(const StateDict& state) {
 
 namespace lockstep {
 
-std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup, const DdpOptions& options) {
-  auto strategy = std::make_unique<detail::WholeOptimizerStrategy>("ddp", setup);
-  strategy->average_gradients(options);
-  return strategy;
+std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup) {
+  return detail::make_ddp_row(setup, /*micro_batches=*/false);
 }
 
 std::unique_ptr<detail::RowStrategy> detail::make_ddp_row(const StrategySetup& setup,
                                                           bool micro_batches) {
   auto strategy = std::make_unique<WholeOptimizerStrategy>("ddp", setup);
-  if (!micro_batches) strategy->average_gradients({});
+  if (!micro_batches) strategy->average_gradients(setup.options.ddp.value_or(DdpOptions()));
   return strategy;
 }
 

@@ -171,9 +171,9 @@ int64_t bytes_of(const StateDict& state);
 
 namespace lockstep {
 
-/// Every rank has the whole model and the whole optimizer: DistributedDataParallel. A group of one
-/// does without, to the same bits.
-std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup,
-                                            const DdpOptions& options = {});
+/// Every rank has the whole model and the whole optimizer: DistributedDataParallel with
+/// `setup.options.ddp`. A group of one does without, to the same bits, but with a hook of the
+/// user's own.
+std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup);
 
 }  // namespace lockstep

@@ -50,6 +50,11 @@ std::string exact_text(const T& value) {
   return text.str();
 }
 
+/// 0: batches are not cut into logical shards.
+int64_t shards_of(const TrainerOptions& options) {
+  return options.strategy_options.logical_shards.value_or(LogicalShardsOptions()).count;
+}
+
 /// What every rank must have alike to make the same collective calls, or to learn the same.
 Settings settings_of_all_ranks(const TrainerOptions& options, const detail::TrainTask& task) {
   Settings settings{{"strategy", options.strategy},
@@ -62,8 +67,8 @@ Settings settings_of_all_ranks(const TrainerOptions& options, const detail::Trai
   set("gradient_clip_val", options.gradient_clip_val);
   set("limit_train_batches", options.limit_train_batches);
   set("limit_val_batches", options.limit_val_batches);
-  set("logical_shards", options.strategy_options.logical_shards);
-  set("shard_seed", options.strategy_options.shard_seed);
+  set("logical_shards", shards_of(options));
+  set("shard_seed", options.strategy_options.logical_shards.value_or(LogicalShardsOptions()).seed);
   set("log_every_n_steps", options.log_every_n_steps);
   constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
   set("on_nan", kPolicies[static_cast<int>(options.on_nan)]);
@@ -104,7 +109,7 @@ void check_module(const detail::TrainTask& task, const TrainerOptions& options) 
                          ", but the module calls update itself",
                      "call accumulate in its training_step for the batches before an update");
   }
-  if (!task.module->automatic_optimization() && options.strategy_options.logical_shards > 0) {
+  if (!task.module->automatic_optimization() && options.strategy_options.logical_shards) {
     throw UsageError("a module that calls update itself was given with logical shards",
                      "let it return its loss (automatic_optimization), or leave the shards out");
   }
@@ -129,8 +134,10 @@ detail::TrainTask ready(detail::TrainTask task, const Trainer& trainer) {
 
 /// Whether each rank has all of the state after a step, which all have applied or none.
 bool is_whole_after_step(const TrainerOptions& options, const StepLoop& loop) {
-  return has_whole_state(options.strategy, options.strategy_options) &&
-         loop.automatic() && !loop.parts().front()->strategy().needs_closure();
+  const DdpOptions ddp = options.strategy_options.ddp.value_or(DdpOptions());
+  return has_whole_state(options.strategy, options.strategy_options) && !ddp.custom_hook &&
+         !ddp.async_custom_hook && loop.automatic() &&
+         !loop.parts().front()->strategy().needs_closure();
 }
 
 }  // namespace
@@ -220,7 +227,7 @@ void FitLoop::train() {
   }
   // A stage of a pipeline has work of its own, and a rank may have one logical shard more.
   const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size() &&
-                     options_.strategy_options.logical_shards % group_.size() == 0;
+                     shards_of(options_) % group_.size() == 0;
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
     start_interval();
     epoch_start_ = log_start_;
@@ -334,7 +341,7 @@ bool FitLoop::finish_epoch() {
 
 Metrics FitLoop::evaluate(detail::BatchFeed& feed, const std::function<bool()>& go_on) {
   return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches,
-                            go_on, options_.strategy_options.logical_shards);
+                            go_on, shards_of(options_));
 }
 
 /// False when a signal ended it.
@@ -369,7 +376,7 @@ void FitLoop::interrupt() {
 }
 
 MetricSums FitLoop::reduced(const ShardSums& mine) const {
-  return reduce_over_shards(group_, device(), mine, options_.strategy_options.logical_shards);
+  return reduce_over_shards(group_, device(), mine, shards_of(options_));
 }
 
 double FitLoop::seconds() const {

@@ -192,7 +192,7 @@ double StepLoop::loss_once_more(detail::TrainedPart& part, const BatchWork& work
 BatchWork StepLoop::work_of(int64_t index, bool last_of_step) {
   BatchWork work;
   work.last_of_step = last_of_step;
-  if (options_.strategy_options.logical_shards > 0) {
+  if (options_.strategy_options.logical_shards) {
     const int64_t first = parts_.front()->strategy().data_share().rank;
     work.shard = {step_, first + static_cast<int64_t>(shard_)};
   }

@@ -157,7 +157,7 @@ class Trainer::Impl {
       logged_ = std::make_shared<LogToLoggers>(options_);
       callbacks_.push_back(logged_);
     }
-    if (options_.strategy_options.logical_shards == 0) {
+    if (!options_.strategy_options.logical_shards) {
       options_.settings["number of ranks"] = std::to_string(world.size());
     } else {
       options_.settings["arithmetic"] = arithmetic_of_process();

@@ -141,10 +141,10 @@ class Trainer {
   /// step that any living rank has finished; then returns where that is. A loader of a type of
   /// one's own may be asked to go on within an epoch only with as many ranks. Every rank calls.
   ///
-  /// Ranks have all of that state with strategy ddp, without logical shards, where a step is one
-  /// update and one evaluation of the loss (not lbfgs). Else, and in the first generation, this
-  /// returns none: then `restore` what was saved last, or training begins anew. The model is on the
-  /// CPU.
+  /// Ranks have all of that state with strategy ddp, without logical shards or a hook of your own,
+  /// where a step is one update and one evaluation of the loss (not lbfgs). Else, and in the first
+  /// generation, this returns none: then `restore` what was saved last, or training begins anew.
+  /// The model is on the CPU.
   std::optional<CheckpointInfo> live_on(ElasticJob& job);
   /// Lets the next `fit` begin with this state of the optimizer, whole, as Optimizer::load_state
   /// takes it, or with "OPTIMIZER." before where there are several. Every rank calls with the same

@@ -94,7 +94,7 @@ TEST_F(TrainerTest, TrainsAndTestsOnEachLogicalShardOnce) {
   const auto module = std::make_shared<ModelTraining>(make_model("mlp"), std::move(training));
   TrainerOptions options;
   options.max_epochs = 1;
-  options.strategy_options.logical_shards = 2;
+  options.strategy_options.logical_shards = LogicalShardsOptions{.count = 2};
   const FitResult result = fit(detail::train_task(module, loaders(), loaders()), options);
   EXPECT_EQ(result.steps, 3);
   EXPECT_EQ(result.test.samples, 39);

@@ -195,8 +195,7 @@ TEST_F(CudaParallelTest, FsdpShardsAModuleWhereItIs) {
 
 TEST_F(CudaParallelTest, FsdpKeepsShardsInTheHostsMemory) {
   const World world = world_of_one();
-  StrategyOptions offload;
-  offload.cpu_offload = true;
+  const StrategyOptions offload{.fsdp = FsdpOptions{.cpu_offload = true}};
   const Job job;
   const Trained expected = train_by("fsdp", world.group(), job);
   const Trained got = train_by("fsdp", world.group(), job, offload);

@@ -121,8 +121,9 @@ std::unique_ptr<Strategy> bind(const Learner& learner, const World& world, int64
     return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
   };
   setup.group = world.group();
-  setup.options.pipeline_balance = "parameters";
-  auto strategy = make_strategy(strategy_of(generation), setup);
+  const std::string name = strategy_of(generation);
+  if (name == "pipeline") setup.options.pipeline = PipelineOptions{.balance = "parameters"};
+  auto strategy = make_strategy(name, setup);
   strategy->load_model_state(learner.weights);
   return strategy;
 }

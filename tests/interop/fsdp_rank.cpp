@@ -34,7 +34,7 @@ std::unique_ptr<lockstep::Strategy> make_strategy(const Json& config,
     return lockstep::make_optimizer("adam", std::move(parameters), options);
   };
   if (config.value("strategy", "fsdp") == "ddp") return lockstep::make_ddp_strategy(setup);
-  lockstep::FsdpOptions options;
+  lockstep::FsdpOptions& options = setup.options.fsdp.emplace();
   options.units = config.value("units", options.units);
   options.reshard_after_forward = config.value("reshard", true);
   options.share_memory = config.value("share_memory", true);
@@ -42,7 +42,7 @@ std::unique_ptr<lockstep::Strategy> make_strategy(const Json& config,
     options.parameter_dtype = at::kBFloat16;
     options.reduce_dtype = at::kFloat;
   }
-  return lockstep::make_fsdp_strategy(setup, options);
+  return lockstep::make_fsdp_strategy(setup);
 }
 
 at::Tensor loss_of(const Json& config, const at::Tensor& output, const at::Tensor& target) {

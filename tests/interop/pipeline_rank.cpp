@@ -82,10 +82,11 @@ class Job {
     setup.make_optimizer = [&](std::vector<at::Tensor> parameters) {
       return make_optimizer(config["optimizer"], std::move(parameters), {.lr = config["lr"]});
     };
-    setup.options.num_micro_batches = config["micro_batches"];
-    setup.options.pipeline_schedule = config["schedule"];
+    setup.options.pipeline =
+        PipelineOptions{.num_micro_batches = config["micro_batches"],
+                        .schedule = config["schedule"],
+                        .plan = config.value("plan", std::vector<std::string>())};
     setup.options.mesh = config.value("mesh", "");
-    setup.options.pipeline_plan = config.value("plan", std::vector<std::string>());
     strategy_ = make_pipeline_strategy(setup);
   }
 

@@ -7,6 +7,7 @@
 
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/words.h"
 
 namespace lockstep::detail {
 namespace {
@@ -18,10 +19,13 @@ c10::Device device_of(const torch::nn::Module& module) {
   return buffers.empty() ? c10::Device(c10::kCPU) : buffers.front().device();
 }
 
-std::vector<c10::Device> all_devices(const torch::nn::Module& module) {
+/// `replicas` of them at most; 0: all.
+std::vector<c10::Device> all_devices(const torch::nn::Module& module, int64_t replicas) {
   const c10::Device own = device_of(module);
+  const auto most = static_cast<size_t>(std::max<int64_t>(0, replicas));
   std::vector<c10::Device> devices;
-  if (own.is_cpu()) devices.resize(static_cast<size_t>(std::max(1, usable_cores())), own);
+  const auto cores = static_cast<size_t>(std::max(1, usable_cores()));
+  if (own.is_cpu()) devices.resize(most > 0 ? most : cores, own);
   if (own.is_cuda()) {
     // The module's first: it must lie there.
     devices.push_back(own);
@@ -34,6 +38,7 @@ std::vector<c10::Device> all_devices(const torch::nn::Module& module) {
     throw UsageError("DataParallel: the module is on device " + own.str(),
                      "move it to the CPU or a GPU before, or name the devices");
   }
+  if (most > 0 && most < devices.size()) devices.resize(most, own);
   return devices;
 }
 
@@ -43,6 +48,11 @@ void check_options(const DataParallelOptions& options) {
     throw UsageError("DataParallel: devices " + options.devices.front().str() + " and " +
                          device.str() + " are of different types",
                      "replicas run on devices of one type");
+  }
+  if (options.replicas != 0 && options.replicas != static_cast<int64_t>(options.devices.size())) {
+    throw UsageError("DataParallel: " + std::to_string(options.replicas) + " replicas, but " +
+                         counted(options.devices.size(), "device"),
+                     "0 is one for each device: core or GPU");
   }
   if (options.threads_per_replica < 0) {
     throw UsageError("DataParallel: threads_per_replica is " +
@@ -68,7 +78,7 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
                                    DataParallelOptions options, Make make)
     : module_(std::move(module)), options_(std::move(options)), make_(std::move(make)) {
   if (!module_) throw UsageError("DataParallel: the module is null");
-  if (options_.devices.empty()) options_.devices = all_devices(*module_);
+  if (options_.devices.empty()) options_.devices = all_devices(*module_, options_.replicas);
   check_options(options_);
   tensors_ = named_tensors(*module_);
   if (!options_.output_device) options_.output_device = options_.devices.front();

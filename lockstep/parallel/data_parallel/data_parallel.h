@@ -311,17 +311,6 @@ auto parallel_apply(const std::vector<ModulePtr>& modules, const std::vector<at:
   return lockstep::parallel_apply(modules, tuples, std::move(devices));
 }
 
-struct DataParallelOptions {
-  /// One device per replica; a device may be listed twice. Empty: for a module on the CPU one
-  /// replica per core of the process, else all devices of the module's type.
-  std::vector<c10::Device> devices = {};
-  std::optional<c10::Device> output_device = {};  ///< Where outputs are gathered. None: the first.
-  int64_t dim = 0;                                ///< Along which inputs are cut.
-  /// LibTorch threads per replica on the CPU. 0: an equal part of the constructing thread's number,
-  /// at least 1. More threads in total than cores slow all of them down.
-  int threads_per_replica = 0;
-};
-
 namespace detail {
 
 /// The part of DataParallel that does not depend on the module's type.

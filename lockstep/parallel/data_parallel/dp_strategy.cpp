@@ -10,18 +10,6 @@
 namespace lockstep {
 namespace {
 
-DataParallelOptions options_of(const StrategySetup& setup) {
-  DataParallelOptions options;
-  if (setup.options.dp_replicas < 0) {
-    throw UsageError("strategy dp: " + std::to_string(setup.options.dp_replicas) +
-                     " replicas; expected 0 (one for each core or GPU) or more");
-  }
-  if (setup.device.is_cpu() && setup.options.dp_replicas > 0) {
-    options.devices.assign(static_cast<size_t>(setup.options.dp_replicas), setup.device);
-  }
-  return options;
-}
-
 /// The setup's forward with a module: what DataParallel copies and calls.
 struct Runnable {
   std::shared_ptr<torch::nn::Module> module;
@@ -33,7 +21,8 @@ struct Runnable {
 class DpStrategy : public detail::WholeOptimizerStrategy {
  public:
   explicit DpStrategy(const StrategySetup& setup)
-      : WholeOptimizerStrategy("dp", checked(setup)), core_(setup.module, options_of(setup), {}) {
+      : WholeOptimizerStrategy("dp", checked(setup)),
+        core_(setup.module, setup.options.dp.value_or(DataParallelOptions()), {}) {
     own_ = {setup.module, setup.forward};
     core_.make_replicas({});
   }

@@ -37,7 +37,7 @@ struct Job {
       return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
     };
     setup.group = group;
-    setup.options.dp_replicas = replicas;
+    setup.options.dp = DataParallelOptions{.replicas = replicas};
   }
 
   BatchWork work(int step) {

@@ -44,8 +44,8 @@ StateSpread spread_of(const ShardedParameters& parameters) {
 class Fsdp final : public FsdpCore {
  public:
   Fsdp(std::shared_ptr<torch::nn::Module> module, const ProcessGroup& group,
-       const FsdpOptions& options, std::optional<c10::Device> device)
-      : module_(std::move(module)), replicate_(options.replicate_group) {
+       const ProcessGroup& replicate, const FsdpOptions& options, std::optional<c10::Device> device)
+      : module_(std::move(module)), replicate_(replicate) {
     if (!group) throw UsageError(std::string(kName) + ": the process group is null");
     const ModuleState state = whole_module_state(*module_);
     if (state.parameters.empty())
@@ -65,7 +65,7 @@ class Fsdp final : public FsdpCore {
     broadcasts_buffers_ = options.broadcast_buffers && all_ > 1;
     optimizer_.spread = spread_of(*parameters_);
     make_shards();
-    gradients_ = std::make_unique<ShardedGradients>(*parameters_, shards_, options);
+    gradients_ = std::make_unique<ShardedGradients>(*parameters_, shards_, replicate_, options);
     if (!shards_.empty()) return;
     // Optimizers want at least one.
     const auto dtype = parameters_->shard(0).options();
@@ -260,9 +260,10 @@ class Fsdp final : public FsdpCore {
 }  // namespace
 
 std::unique_ptr<FsdpCore> make_fsdp_core(std::shared_ptr<torch::nn::Module> module,
-                                         const ProcessGroup& group, const FsdpOptions& options,
+                                         const ProcessGroup& group, const ProcessGroup& replicate,
+                                         const FsdpOptions& options,
                                          std::optional<c10::Device> device) {
-  return std::make_unique<Fsdp>(std::move(module), group, options, device);
+  return std::make_unique<Fsdp>(std::move(module), group, replicate, options, device);
 }
 
 }  // namespace lockstep::detail

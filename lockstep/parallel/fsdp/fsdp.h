@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/ScalarType.h>
 
 #include <cstdint>
 #include <functional>
@@ -15,6 +14,7 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/optim/optim.h"
+#include "lockstep/parallel/device_mesh.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/parallel/wrapped_module.h"
 
@@ -23,39 +23,6 @@ class Module;
 }
 
 namespace lockstep {
-
-struct FsdpOptions {
-  /// Full names of the modules that are gathered and freed as one unit ("layers.0"), or "h.*" for
-  /// all children of h. Empty: by size, so that a transformer's blocks are units.
-  std::vector<std::string> units = {};
-  /// By size: a module with fewer parameters is no unit of its own. 262,144 of float32 are 1 MiB:
-  /// below that, what a gather costs by itself counts for more than its bytes.
-  int64_t min_unit_elements = 262'144;
-  /// Free a unit after its forward, too. Costs one more gather in backward.
-  bool reshard_after_forward = true;
-  /// Gather the unit to come while one computes. Costs the memory of one more unit.
-  bool prefetch = true;
-  /// Keep shards, their gradients and the optimizer's state in the host's memory while the module
-  /// is on another device. On the CPU it changes nothing.
-  bool cpu_offload = false;
-  /// Gather and compute in this dtype. Shards keep the module's. Undefined: the module's.
-  std::optional<at::ScalarType> parameter_dtype = {};
-  /// Sum gradients over ranks in this dtype. Undefined: that of the gradients.
-  std::optional<at::ScalarType> reduce_dtype = {};
-  /// Over shared memory keep the whole parameters once per host, and gather nothing. Not with
-  /// `parameter_dtype`: then each rank has its own copy in that dtype while it needs it.
-  bool share_memory = true;
-  /// Parameters without a gradient count as having zeros. Without it they are an error.
-  bool find_unused_parameters = false;
-  /// Rank 0's buffers go to all ranks before each forward, as with DistributedDataParallel.
-  bool broadcast_buffers = true;
-  /// Check that the ranks' modules match and take rank 0's values.
-  bool init_sync = true;
-  /// The ranks that have the same shards in other replicas: hybrid sharding, as Python's HSDP over
-  /// a mesh of two dimensions. Then `group` is mesh.get_group("dp_shard"), and this is
-  /// mesh.get_group("dp_replicate"). Null: there is one replica, cut over all ranks.
-  ProcessGroup replicate_group = {};
-};
 
 /// What a FullyShardedDataParallel is and has done so far.
 struct FsdpStatistics {
@@ -124,8 +91,10 @@ class FsdpCore {
   virtual FsdpStatistics statistics() const = 0;
 };
 
+/// `replicate`: the ranks that have the same shards in other replicas; may be null.
 std::unique_ptr<FsdpCore> make_fsdp_core(std::shared_ptr<torch::nn::Module> module,
-                                         const ProcessGroup& group, const FsdpOptions& options,
+                                         const ProcessGroup& group, const ProcessGroup& replicate,
+                                         const FsdpOptions& options,
                                          std::optional<c10::Device> device);
 
 }  // namespace detail
@@ -184,7 +153,15 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   FullyShardedDataParallel(ModulePtr module, const ProcessGroup& group,
                            const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
       : Base(module,
-             detail::make_fsdp_core(detail::module_pointer(module), group, options, device)) {}
+             detail::make_fsdp_core(detail::module_pointer(module), group, {}, options, device)) {}
+  /// Hybrid sharding, as Python's HSDP: the model is cut over the mesh's dimension dp_shard, and
+  /// the ranks of dp_replicate have the same shards and average their gradients. States are given
+  /// on the first rank of each replica.
+  FullyShardedDataParallel(ModulePtr module, const DeviceMesh& mesh,
+                           const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
+      : Base(module,
+             detail::make_fsdp_core(detail::module_pointer(module), mesh.get_group("dp_shard"),
+                                    mesh.get_group("dp_replicate"), options, device)) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
   /// vectors. One without elements where it has none, as ranks are many and parameters few. Clip
@@ -244,14 +221,13 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
   }
 };
 
-/// Parameters, gradients and the optimizer's state in shards: FullyShardedDataParallel.
-/// `setup.options` wins over `options` where both say something.
+/// Parameters, gradients and the optimizer's state in shards: FullyShardedDataParallel with
+/// `setup.options.fsdp`.
 ///
 /// Each batch's gradients are reduced when its backward runs, also while they only add up: whole
 /// gradients are never kept. So with several batches per step the sum has another order than with
 /// ddp. With one batch per step the bits are those of ddp, as FullyShardedDataParallel says.
-std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
-                                             const FsdpOptions& options = {});
+std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup);
 
 namespace detail {
 

@@ -14,16 +14,6 @@
 namespace lockstep {
 namespace {
 
-FsdpOptions options_of(const StrategySetup& setup, FsdpOptions options) {
-  const StrategyOptions& given = setup.options;
-  options.reshard_after_forward = options.reshard_after_forward && given.reshard_after_forward;
-  options.cpu_offload = options.cpu_offload || given.cpu_offload;
-  if (given.parameter_dtype) options.parameter_dtype = given.parameter_dtype;
-  if (given.reduce_dtype) options.reduce_dtype = given.reduce_dtype;
-  if (setup.replicate_group) options.replicate_group = setup.replicate_group;
-  return options;
-}
-
 class FsdpStrategy : public detail::RowStrategy {
  public:
   FsdpStrategy(const StrategySetup& setup, const FsdpOptions& options)
@@ -31,7 +21,7 @@ class FsdpStrategy : public detail::RowStrategy {
         replicate_(setup.replicate_group),
         core_(detail::make_fsdp_core(setup.module,
                                      setup.shard_group ? setup.shard_group : setup.group,
-                                     options_of(setup, options), setup.device)) {
+                                     replicate_, options, setup.device)) {
     optimizer_ = setup.make_optimizer(core_->shards());
     if (!optimizer_->is_elementwise())
       throw UsageError("fsdp: the optimizer " + optimizer_->name() +
@@ -124,14 +114,15 @@ class FsdpStrategy : public detail::RowStrategy {
 
 }  // namespace
 
-std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup,
-                                             const FsdpOptions& options) {
-  return std::make_unique<FsdpStrategy>(setup, options);
+std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup) {
+  return detail::make_fsdp_row(setup, /*micro_batches=*/false);
 }
 
 std::unique_ptr<detail::RowStrategy> detail::make_fsdp_row(const StrategySetup& setup,
                                                            bool micro_batches) {
-  return std::make_unique<FsdpStrategy>(setup, FsdpOptions{.init_sync = !micro_batches});
+  FsdpOptions options = setup.options.fsdp.value_or(FsdpOptions());
+  options.init_sync = options.init_sync && !micro_batches;  // A pipeline has seen to it.
+  return std::make_unique<FsdpStrategy>(setup, options);
 }
 
 }  // namespace lockstep

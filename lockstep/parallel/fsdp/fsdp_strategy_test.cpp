@@ -50,13 +50,14 @@ struct Task {
     setup.module = model;
     setup.group = group;
     setup.options = options.common;
+    setup.options.fsdp = options.fsdp;
     setup.make_optimizer = [&](std::vector<at::Tensor> parameters) {
       OptimizerOptions hyper;
       hyper.lr = 0.01;
       hyper.momentum = options.optimizer == "sgd" ? 0.9 : 0;
       return make_optimizer(options.optimizer, std::move(parameters), hyper);
     };
-    strategy = kind == "ddp" ? make_ddp_strategy(setup) : make_fsdp_strategy(setup, options.fsdp);
+    strategy = kind == "ddp" ? make_ddp_strategy(setup) : make_fsdp_strategy(setup);
   }
 
   at::Tensor loss_of(int step) {
@@ -229,7 +230,7 @@ struct TiedTask {
 
   TiedTask(const ProcessGroup& group, const std::string& kind, const OptimizerFactory& make) {
     const StrategySetup setup{.module = module, .make_optimizer = make, .group = group};
-    strategy = kind == "ddp" ? make_ddp_strategy(setup) : make_fsdp_strategy(setup, {});
+    strategy = kind == "ddp" ? make_ddp_strategy(setup) : make_fsdp_strategy(setup);
     const auto loss = [&] {
       return (values({4}, 1) * module->first * module->last).square().sum();
     };

@@ -27,7 +27,7 @@ std::vector<at::Tensor> by_index(const ShardedParameters& parameters,
 
 ShardedGradients::ShardedGradients(ShardedParameters& parameters,
                                    const std::vector<at::Tensor>& pieces,
-                                   const FsdpOptions& options)
+                                   const ProcessGroup& replicate, const FsdpOptions& options)
     : parameters_(parameters),
       find_unused_(options.find_unused_parameters),
       pieces_(pieces),
@@ -38,7 +38,7 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters,
                 .dtype = options.reduce_dtype,
                 .fixed_order = find_unused_,
                 .device = parameters.shard(0).device(),
-                .replicate = options.replicate_group}) {
+                .replicate = replicate}) {
   std::vector<at::Tensor> tracked;
   for (size_t u = 0; u < parameters_.units().size(); ++u) {
     const auto& items = parameters_.units()[u].parameters;

@@ -44,7 +44,7 @@ class ShardedGradients : private GradientTracker {
   /// `pieces`: what the optimizer updates, one for each of `parameters.pieces()` that needs a
   /// gradient, in that order. They get gradients.
   ShardedGradients(ShardedParameters& parameters, const std::vector<at::Tensor>& pieces,
-                   const FsdpOptions& options);
+                   const ProcessGroup& replicate, const FsdpOptions& options);
 
   /// Whether the backwards to come reduce gradients. Without it they add up in the module's.
   bool& synchronizing() { return synchronizing_; }

@@ -44,9 +44,13 @@ int small_number(const char* option, int64_t value) {
                    ", expected at most " + std::to_string(kMost) + ", and no less than 0");
 }
 
-PipelineShape shape_of(const StrategyOptions& options, int ranks) {
+PipelineOptions options_of(const StrategySetup& setup) {
+  return setup.options.pipeline.value_or(PipelineOptions());
+}
+
+PipelineShape shape_of(const PipelineOptions& options, int ranks) {
   return {ranks, small_number("num_micro_batches", options.num_micro_batches),
-          small_number("pipeline_stages_per_rank", options.pipeline_stages_per_rank)};
+          small_number("stages_per_rank", options.stages_per_rank)};
 }
 
 /// What layers cost, and by what that is known.
@@ -56,14 +60,14 @@ struct LayerCosts {
 };
 
 LayerCosts costs_of(const StrategySetup& setup) {
-  const StrategyOptions& options = setup.options;
-  const bool by_time = options.pipeline_balance == "time" && setup.example_input;
+  const PipelineOptions options = options_of(setup);
+  const bool by_time = options.balance == "time" && setup.example_input;
   const at::Tensor batch = by_time ? setup.example_input() : at::Tensor();
   if (!batch.defined()) return {estimate_layer_costs(setup.layers), "parameters"};
   const int64_t rows =
       std::max<int64_t>(1, batch.size(0) / std::max<int64_t>(1, options.num_micro_batches));
   return {measure_layer_costs(setup.layers, batch.narrow(0, 0, rows).to(setup.device),
-                              options.forward_context),
+                              setup.options.forward_context),
           "time"};
 }
 
@@ -89,12 +93,9 @@ std::string text_of(const std::vector<size_t>& starts, const std::vector<Layer>&
 
 /// Rank 0's cut, for all.
 std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages, int ranks) {
-  const StrategyOptions& options = setup.options;
-  expect_one_of("strategy pipeline: pipeline_balance", options.pipeline_balance,
-                pipeline_balance_names());
-  if (!options.pipeline_plan.empty()) {
-    return planned_stages(setup.layers, options.pipeline_plan, num_stages);
-  }
+  const PipelineOptions options = options_of(setup);
+  expect_one_of("strategy pipeline: balance", options.balance, pipeline_balance_names());
+  if (!options.plan.empty()) return planned_stages(setup.layers, options.plan, num_stages);
   std::vector<size_t> starts;
   // Before anyone waits for rank 0: all ranks know when there are too many stages.
   (void)balance_stages(std::vector<double>(setup.layers.size(), 1), num_stages);
@@ -215,14 +216,14 @@ class PipelineStrategy final : public detail::BaseStrategy {
         setup_((expect_layers(setup), setup)),
         share_(detail::data_share_of(mesh.dimensions(), setup.group.rank())),
         pipeline_(mesh.get_group("pp")),
-        schedule_(make_pipeline_schedule(setup.options.pipeline_schedule,
-                                         shape_of(setup.options, pipeline_.size()))),
+        schedule_(make_pipeline_schedule(options_of(setup).schedule,
+                                         shape_of(options_of(setup), pipeline_.size()))),
         tensors_(*setup.module, setup.layers, agreed_stages(), pipeline_.rank(), pipeline_.size()),
         exchange_(tensors_, pipeline_),
         link_(detail::make_group_link(pipeline_, setup.device)) {
     runner_ = std::make_unique<detail::ScheduleRunner>(
         pipeline_.rank(), pipeline_.size(), setup_.layers, starts_,
-        detail::StageOptions{setup.device, setup.options.recompute_activations,
+        detail::StageOptions{setup.device, options_of(setup).recompute_activations,
                              setup.options.forward_context},
         *link_);
     tensors_.free_others();

@@ -21,7 +21,7 @@ class RowStrategy;
 
 /// Each rank has some consecutive layers of the model, a stage, and only their parameters,
 /// gradients and optimizer state. A batch goes through the stages in micro-batches, by the schedule
-/// of `options.pipeline_schedule`. With a mesh "dp=N,pp=M" there are N such pipelines, whose
+/// of PipelineOptions::schedule. With a mesh "dp=N,pp=M" there are N such pipelines, whose
 /// gradients are averaged.
 ///
 /// - Needs `setup.layers`, and of each BatchWork `input`, `target` and `criterion`. `criterion` is
@@ -29,9 +29,8 @@ class RowStrategy;
 /// - Losses and gradients are those of one process that accumulates the same micro-batches, to the
 ///   last bit. Only tied parameters (one tensor in layers of several stages) are summed in another
 ///   order: over each stage first, then over the stages.
-/// - Each batch is cut into `options.num_micro_batches` parts, as equal as can be, or fewer where
-/// it
-///   has fewer samples. Parts that are not equal weigh as many samples as they have.
+/// - Each batch is cut into PipelineOptions::num_micro_batches parts, as equal as can be, or fewer
+///   where it has fewer samples. Parts that are not equal weigh as many samples as they have.
 /// - The memory of parameters of other ranks' stages is freed, and their values are NaN from then
 ///   on. Save the model with `model_state`.
 /// - Layers must give one tensor whose shape depends on the input's shape alone.
@@ -69,7 +68,7 @@ std::vector<double> measure_layer_costs(const std::vector<Layer>& layers, const 
                                         const ForwardContext& context = {},
                                         const std::function<double()>& now = {});
 
-/// What StrategyOptions::pipeline_balance can be.
+/// What PipelineOptions::balance can be.
 std::vector<std::string> pipeline_balance_names();
 
 struct LocalPipelineOptions {

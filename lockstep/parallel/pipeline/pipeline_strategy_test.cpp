@@ -30,7 +30,7 @@ struct Outcome {
 };
 
 struct Job {
-  StrategyOptions options = {};
+  StrategyOptions options = {.pipeline = PipelineOptions()};
   int steps = 3;
   int64_t samples = 8;
   double max_norm = 0.05;
@@ -85,9 +85,9 @@ Outcome train_alone(const Job& job, int shares = 1) {
       zero_grad(model.parameters());
       Chain other;
       load_state_dict(other, state_dict(model), "test");
-      const auto losses =
-          accumulate(share == 0 ? layers : other.layers(),
-                     batch_of(job.samples, step + 10.0 * share), job.options.num_micro_batches);
+      const auto losses = accumulate(share == 0 ? layers : other.layers(),
+                                     batch_of(job.samples, step + 10.0 * share),
+                                     job.options.pipeline->num_micro_batches);
       if (share == 0) run.losses.insert(run.losses.end(), losses.begin(), losses.end());
       const auto from = share == 0 ? model.parameters() : other.parameters();
       for (size_t i = 0; i < from.size(); ++i) {
@@ -116,7 +116,7 @@ void expect_same(const StateDict& given, const StateDict& expected) {
 TEST_P(PipelineStrategyTest, IsOneProcessToTheLastBit) {
   for (const std::string& schedule : pipeline_schedule_names()) {
     Job job;
-    job.options.pipeline_schedule = schedule;
+    job.options.pipeline->schedule = schedule;
     const Outcome alone = train_alone(job);
     for (const int ranks : {1, 2, 3}) {
       if (GetParam() != "shm" && ranks == 3) continue;
@@ -154,7 +154,7 @@ struct EntriesFromTheStart : Sgd {
 TEST(PipelineStrategy, AStageWithoutParametersGivesNoState) {
   test::run_group(2, [](ProcessGroup group) {
     const auto model = std::make_shared<Chain>(2);
-    StrategySetup setup = setup_of(model, group, {.pipeline_plan = {"end"}});
+    StrategySetup setup = setup_of(model, group, {.pipeline = PipelineOptions{.plan = {"end"}}});
     setup.layers.push_back({"end", nullptr, [](const at::Tensor& x) { return x * 2; }});
     setup.make_optimizer = [](std::vector<at::Tensor> parameters) {
       return std::make_unique<EntriesFromTheStart>(std::move(parameters), OptimizerOptions());

@@ -241,8 +241,8 @@ TEST_P(PipelineUse, PredictsOnTheLastStage) {
   for (const std::string schedule : {"1f1b", "interleaved-1f1b"}) {
     PipelineUse::run_group(2, [&](ProcessGroup group) {
       auto model = std::make_shared<Chain>(6);
-      const auto strategy =
-          make_pipeline_strategy(setup_of(model, group, {.pipeline_schedule = schedule}));
+      const auto strategy = make_pipeline_strategy(
+          setup_of(model, group, {.pipeline = PipelineOptions{.schedule = schedule}}));
       model->eval();
       for (int time = 0; time < 2; ++time) {
         const auto output = strategy->predict(nullptr, batch.input);
@@ -286,8 +286,8 @@ TEST(PipelineBatches, AreCutUnevenlyWhereTheyMust) {
                 // Batch norm would see the parts: evaluate it.
                 model->eval();
                 whole->eval();
-                const auto strategy =
-                    make_pipeline_strategy(setup_of(model, group, {.pipeline_schedule = schedule}));
+                const auto strategy = make_pipeline_strategy(
+                    setup_of(model, group, {.pipeline = PipelineOptions{.schedule = schedule}}));
                 for (const int64_t samples : {10, 7, 3, 1, 7}) {
                   strategy->zero_grad();
                   zero_grad(whole->parameters());
@@ -382,7 +382,7 @@ TEST(PipelineBatches, AStageMayHaveNoParameters) {
       2,
       [](ProcessGroup group) {
         auto model = std::make_shared<Chain>(1);
-        auto setup = setup_of(model, group, {.pipeline_plan = {"end"}});
+        auto setup = setup_of(model, group, {.pipeline = PipelineOptions{.plan = {"end"}}});
         setup.layers.push_back({"end", nullptr, [](const at::Tensor& x) { return at::tanh(x); }});
         const auto strategy = make_pipeline_strategy(setup);
         EXPECT_EQ(strategy->lr(), 0.01);
@@ -403,21 +403,22 @@ TEST(PipelineBatches, RecomputedActivationsGiveTheSameBits) {
   for (const std::string& schedule : pipeline_schedule_names()) {
     std::vector<StateDict> states;
     for (const bool recompute : {false, true}) {
-      run_group(
-          2,
-          [&](ProcessGroup group) {
-            auto model = std::make_shared<Chain>(4);
-            const auto strategy = make_pipeline_strategy(setup_of(
-                model, group, {.pipeline_schedule = schedule, .recompute_activations = recompute}));
-            for (int step = 0; step < 3; ++step) {
-              strategy->zero_grad();
-              strategy->run_batch(work_of(batch_of(8, step)));
-              strategy->step();
-            }
-            const auto state = strategy->model_state();
-            if (group.rank() == 0) states.push_back(state);
-          },
-          {.backend = "shm"});
+      run_group(2,
+                [&](ProcessGroup group) {
+                  auto model = std::make_shared<Chain>(4);
+                  const auto strategy = make_pipeline_strategy(
+                      setup_of(model, group,
+                               {.pipeline = PipelineOptions{.schedule = schedule,
+                                                            .recompute_activations = recompute}}));
+                  for (int step = 0; step < 3; ++step) {
+                    strategy->zero_grad();
+                    strategy->run_batch(work_of(batch_of(8, step)));
+                    strategy->step();
+                  }
+                  const auto state = strategy->model_state();
+                  if (group.rank() == 0) states.push_back(state);
+                },
+                {.backend = "shm"});
     }
     expect_same(states[1], states[0]);
   }
@@ -429,13 +430,14 @@ TEST(PipelineBatches, RecomputedActivationsHaveTheirRandomNumbers) {
   for (const bool recompute : {false, true}) {
     run_group(1, [&](ProcessGroup group) {
       auto model = std::make_shared<Chain>(2);
-      auto setup = setup_of(model, group, {.recompute_activations = recompute});
+      auto setup =
+          setup_of(model, group, {.pipeline = PipelineOptions{.recompute_activations = recompute}});
       setup.layers.insert(setup.layers.begin() + 1, Layer{"drop", nullptr, [](const at::Tensor& x) {
                                                             return at::dropout(x, 0.5, true);
                                                           }});
       // The last stage's forward runs once anyway: the first of two is run again.
-      setup.options.pipeline_schedule = "interleaved-1f1b";
-      setup.options.num_micro_batches = 2;
+      setup.options.pipeline->schedule = "interleaved-1f1b";
+      setup.options.pipeline->num_micro_batches = 2;
       const auto strategy = make_pipeline_strategy(setup);
       at::manual_seed(3);
       BatchWork work = work_of(batch_of(8, 1));
@@ -470,8 +472,8 @@ TEST(PipelineMemory, ARankKeepsItsStagesOnly) {
   run_group(2,
             [](ProcessGroup group) {
               auto model = std::make_shared<Chain>(5);
-              const auto strategy =
-                  make_pipeline_strategy(setup_of(model, group, {.pipeline_plan = {"linear3"}}));
+              const auto strategy = make_pipeline_strategy(
+                  setup_of(model, group, {.pipeline = PipelineOptions{.plan = {"linear3"}}}));
               const int64_t linears = group.rank() == 0 ? 3 : 2, norm = group.rank() == 0 ? 10 : 0;
               EXPECT_EQ(strategy->state_bytes().parameters, (linears * 30 + norm) * 4);
               const at::Tensor other = model->linears[group.rank() == 0 ? 4 : 0]->weight;
@@ -496,17 +498,21 @@ TEST(PipelineMistakes, AreNamed) {
               {.backend = "shm"});
     return text;
   };
-  EXPECT_THAT(refused(2, {.pipeline_schedule = "interleaved-1f1b", .pipeline_stages_per_rank = 3}),
+  EXPECT_THAT(refused(2, {.pipeline = PipelineOptions{.schedule = "interleaved-1f1b",
+                                                      .stages_per_rank = 3}}),
               HasSubstr("6 stages cannot be made of 4 layers"));
   EXPECT_THAT(refused(2, {.mesh = "dp=2,pp=2"}), HasSubstr("has room for 4 ranks"));
   EXPECT_THAT(refused(2, {.mesh = "dp=2"}), HasSubstr("no dimension pp"));
   EXPECT_THAT(refused(2, {.mesh = "tp=1,pp=2"}), HasSubstr("'tp'"));
-  EXPECT_THAT(refused(2, {.pipeline_plan = {"linear9"}}), HasSubstr("did you mean 'linear"));
-  EXPECT_THAT(refused(2, {.pipeline_plan = {"norm", "linear2"}}),
+  EXPECT_THAT(refused(2, {.pipeline = PipelineOptions{.plan = {"linear9"}}}),
+              HasSubstr("did you mean 'linear"));
+  EXPECT_THAT(refused(2, {.pipeline = PipelineOptions{.plan = {"norm", "linear2"}}}),
               HasSubstr("makes 3, but there are 2"));
-  EXPECT_THAT(refused(2, {.pipeline_schedule = "gpipes"}), HasSubstr("did you mean 'gpipe'"));
-  EXPECT_THAT(refused(2, {.num_micro_batches = (int64_t{1} << 32) + 4}),
-              HasSubstr("num_micro_batches is 4294967300"));
+  EXPECT_THAT(refused(2, {.pipeline = PipelineOptions{.schedule = "gpipes"}}),
+              HasSubstr("did you mean 'gpipe'"));
+  EXPECT_THAT(
+      refused(2, {.pipeline = PipelineOptions{.num_micro_batches = (int64_t{1} << 32) + 4}}),
+      HasSubstr("num_micro_batches is 4294967300"));
   EXPECT_THAT(refused(2, {}, [](StrategySetup& setup) { setup.layers.clear(); }),
               HasSubstr("not known as a chain of layers"));
   EXPECT_THAT(refused(2, {}, [](StrategySetup& setup) { setup.layers.pop_back(); }),
@@ -522,8 +528,8 @@ TEST_P(PipelineUse, ALostRankIsACommErrorThatNamesIt) {
   for (const std::string& schedule : pipeline_schedule_names()) {
     PipelineUse::run_group(2, [&](ProcessGroup group) {
       auto model = std::make_shared<Chain>(5);
-      const auto strategy =
-          make_pipeline_strategy(setup_of(model, group, {.pipeline_schedule = schedule}));
+      const auto strategy = make_pipeline_strategy(
+          setup_of(model, group, {.pipeline = PipelineOptions{.schedule = schedule}}));
       strategy->run_batch(work_of(batch_of(8, 1)));
       if (group.rank() == 1) return;
       group.set_timeout(std::chrono::milliseconds(1000));

@@ -118,8 +118,9 @@ std::unique_ptr<Strategy> wrap(const std::shared_ptr<Model>& model, const Proces
   setup.make_optimizer = adam();
   setup.group = group;
   setup.options.mesh = mesh.mesh();
-  setup.options.num_micro_batches = kMicroBatches;
-  setup.options.pipeline_balance = "parameters";
+  if (mesh.pp > 1)
+    setup.options.pipeline =
+        PipelineOptions{.num_micro_batches = kMicroBatches, .balance = "parameters"};
   return make_strategy(mesh.strategy, setup);
 }
 
@@ -287,7 +288,8 @@ TEST(Meshes, WhatDoesNotGoTogetherNamesBoth) {
   expect("fsdp", {.mesh = "dp=2,dp_shard=2"}, {"dp", "dp_shard"});
   expect("zero1", {.mesh = "tp=4"}, {"tp", "dp_shard"});
   expect("pipeline", {.mesh = "dp=4"}, {"pipeline", "pp"});
-  expect("ddp", {.mesh = "dp=4", .logical_shards = 4}, {"shards", "mesh"});
+  expect("ddp", {.logical_shards = LogicalShardsOptions{.count = 4}, .mesh = "dp=4"},
+         {"shards", "mesh"});
   EXPECT_EQ(data_share("fsdp", {.mesh = "dp_replicate=2,pp=2,dp_shard=2"}, 6, 8).rank, 2);
 }
 

@@ -21,8 +21,10 @@ namespace {
 
 struct Row {
   StrategyInfo info;
+  /// Its options, of those that `given` names.
+  std::vector<std::string> takes;
   /// How it places a model on ranks that train on different data. Null: `make` does all.
-  detail::MakeRow make_row;
+  detail::MakeRow make_row = nullptr;
   std::unique_ptr<Strategy> (*make)(const StrategySetup& setup) = nullptr;
   bool shards = false;     ///< It cuts the model over dp_shard.
   bool pipelines = false;  ///< Ranks are stages unless a mesh says otherwise.
@@ -32,29 +34,31 @@ struct Row {
 /// Adding a strategy adds its folder, and a line here.
 const std::vector<Row>& rows() {
   static const std::vector<Row> rows{
-      {{"ddp", "every rank has the whole model; gradients are averaged"}, detail::make_ddp_row},
-      {{"dp", "one process: a replica for each device or core takes a part of each batch"},
-       nullptr,
-       make_dp_strategy},
-      {{"zero1", "ddp, with the optimizer's state shared out to the ranks"},
-       detail::make_zero1_row,
-       nullptr,
-       /*shards=*/true},
-      {{"zero2", "zero1, and each rank keeps the gradients of its part only"},
-       detail::make_zero2_row,
-       nullptr,
-       /*shards=*/true},
-      {{"pipeline", "ddp with mesh pp=N: each rank has some layers; micro-batches go through them"},
-       detail::make_ddp_row,
-       nullptr,
-       /*shards=*/false,
-       /*pipelines=*/true},
-      {{"fsdp", "parameters, gradients and the optimizer's state are sharded"},
-       detail::make_fsdp_row,
-       nullptr,
-       /*shards=*/true,
-       /*pipelines=*/false,
-       /*by_hosts=*/true},
+      {.info = {"ddp", "every rank has the whole model; gradients are averaged"},
+       .takes = {"ddp options", "logical shards"},
+       .make_row = detail::make_ddp_row},
+      {.info = {"dp", "one process: a replica for each device or core takes a part of each batch"},
+       .takes = {"dp options"},
+       .make = make_dp_strategy},
+      {.info = {"zero1", "ddp, with the optimizer's state shared out to the ranks"},
+       .takes = {"zero options"},
+       .make_row = detail::make_zero1_row,
+       .shards = true},
+      {.info = {"zero2", "zero1, and each rank keeps the gradients of its part only"},
+       .takes = {"zero options"},
+       .make_row = detail::make_zero2_row,
+       .shards = true},
+      {.info = {"pipeline",
+                "ddp over a mesh pp=N: each rank has some layers; micro-batches go "
+                "through them"},
+       .takes = {},
+       .make_row = detail::make_ddp_row,
+       .pipelines = true},
+      {.info = {"fsdp", "parameters, gradients and the optimizer's state are sharded"},
+       .takes = {"fsdp options"},
+       .make_row = detail::make_fsdp_row,
+       .shards = true,
+       .by_hosts = true},
   };
   return rows;
 }
@@ -66,20 +70,56 @@ const Row& row_of(const std::string& name) {
   throw UsageError(unknown_word("strategy", name, strategy_names()));
 }
 
-/// Dimensions or shards that a strategy would not look at are a mistake.
+bool is_pipeline_row(const Row& row, const std::string& mesh) {
+  const auto dimensions = split(mesh, ',');
+  return row.pipelines || std::ranges::any_of(dimensions, [](const std::string& text) {
+           return text.starts_with("pp=");
+         });
+}
+
+/// What is set of the options that not every strategy takes.
+std::vector<std::string> given(const StrategyOptions& options) {
+  std::vector<std::string> names;
+  const auto add = [&](bool is_set, const char* name) {
+    if (is_set) names.emplace_back(name);
+  };
+  add(options.ddp.has_value(), "ddp options");
+  add(options.zero.has_value(), "zero options");
+  add(options.fsdp.has_value(), "fsdp options");
+  add(options.pipeline.has_value(), "pipeline options");
+  add(options.dp.has_value(), "dp options");
+  add(options.logical_shards.has_value(), "logical shards");
+  add(!options.mesh.empty(), "mesh");
+  return names;
+}
+
+bool takes(const Row& row, const std::string& name) {
+  return std::find(row.takes.begin(), row.takes.end(), name) != row.takes.end();
+}
+
+/// Options that a strategy would not look at are a mistake.
 void check_options(const Row& row, const StrategyOptions& options) {
-  if (options.logical_shards > 0 && row.info.name != "ddp") {
-    throw UsageError("strategy " + row.info.name + " takes no logical shards",
-                     "take strategy ddp, or leave the shards out");
+  for (const std::string& name : given(options)) {
+    const bool of_pipeline = name == "pipeline options" && is_pipeline_row(row, options.mesh);
+    if (of_pipeline || takes(row, name) || (name == "mesh" && row.make_row)) continue;
+    std::vector<std::string> owners;
+    for (const Row& other : rows())
+      if (takes(other, name)) owners.push_back(other.info.name);
+    throw UsageError("strategy " + row.info.name + " takes no " + name,
+                     owners.empty() ? "leave that out, or take a mesh with stages: pp=2"
+                                    : "leave that out, or take strategy " + join(owners, " or "));
   }
-  if (options.mesh.empty()) return;
-  if (options.logical_shards > 0)
+  if (options.ddp && is_pipeline_row(row, options.mesh))
+    throw UsageError("strategy ddp takes no ddp options with a pipeline (mesh " + options.mesh +
+                         "): gradients are averaged once, after the last micro-batch",
+                     "leave one of the two out");
+  if (options.logical_shards && !options.mesh.empty())
     throw UsageError("logical shards go with no mesh (" + options.mesh + ")",
                      "leave one of the two out");
-  if (!row.make_row)
-    throw UsageError(
-        "strategy " + row.info.name + " takes no mesh (" + options.mesh + "): it has one process",
-        "leave the mesh out, or take strategy ddp, zero1, zero2 or fsdp");
+  if (options.ddp && options.logical_shards) {
+    throw UsageError("strategy ddp takes no ddp options with logical shards",
+                     "leave one of the two out: gradients are summed in the order of the shards");
+  }
 }
 
 std::vector<MeshDimension> mesh_of(const Row& row, const StrategyOptions& options, int ranks) {
@@ -116,7 +156,7 @@ std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategyS
   if (!setup.make_optimizer)
     throw UsageError("strategy " + name + ": StrategySetup::make_optimizer is not set");
   if (!setup.group) throw UsageError("strategy " + name + ": the process group is null");
-  if (setup.options.logical_shards > 0) return make_sharded_batch_strategy(setup);
+  if (setup.options.logical_shards) return make_sharded_batch_strategy(setup);
   if (!row.make_row) return row.make(setup);
   auto dimensions = mesh_of(row, setup.options, setup.group.size());
   if (row.by_hosts && setup.options.mesh.empty()) dimensions = mesh_by_hosts(setup.group);
@@ -126,22 +166,18 @@ std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategyS
 }
 
 bool is_pipeline(const std::string& name, const StrategyOptions& options) {
-  const auto dimensions = split(options.mesh, ',');
-  return row_of(name).pipelines || std::ranges::any_of(dimensions, [](const std::string& text) {
-           return text.starts_with("pp=");
-         });
+  return is_pipeline_row(row_of(name), options.mesh);
 }
 
 bool has_whole_state(const std::string& name, const StrategyOptions& options) {
-  return !row_of(name).shards && options.logical_shards == 0 && !is_pipeline(name, options);
+  return !row_of(name).shards && !options.logical_shards && !is_pipeline(name, options);
 }
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
   const Row& row = row_of(name);
   check_options(row, options);
-  if (options.logical_shards > 0) {
-    return share_of(shards_of_rank(options.logical_shards, rank, size), options.logical_shards);
-  }
+  if (const auto& shards = options.logical_shards)
+    return share_of(shards_of_rank(shards->count, rank, size), shards->count);
   return row.make_row ? detail::data_share_of(mesh_of(row, options, size), rank)
                       : DataShare{rank, size};
 }

@@ -31,7 +31,7 @@ bool is_pipeline(const std::string& name, const StrategyOptions& options);
 bool has_whole_state(const std::string& name, const StrategyOptions& options);
 
 /// Makes a strategy. A collective of `setup.group`. Throws UsageError for an unknown name (with the
-/// nearest) and for what the strategy cannot do with this module or these options.
+/// nearest), for options of other strategies and for what the strategy cannot do with this module.
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup);
 
 /// A model and how it is trained, as far as memory goes. Nothing need be there yet.

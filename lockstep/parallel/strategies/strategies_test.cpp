@@ -39,7 +39,7 @@ std::unique_ptr<Strategy> wrap(const std::string& name,
     return make_optimizer("adam", std::move(parameters), {.lr = 0.01});
   };
   setup.group = group;
-  setup.options.pipeline_balance = "parameters";
+  if (name == "pipeline") setup.options.pipeline = PipelineOptions{.balance = "parameters"};
   return make_strategy(name, setup);
 }
 

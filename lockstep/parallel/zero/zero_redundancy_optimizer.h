@@ -114,7 +114,7 @@ class ZeroRedundancyOptimizer : public Optimizer, public Joinable {
 /// state of its part of the parameters only (see ZeroRedundancyOptimizer). For float32 and Adam a
 /// rank keeps 8P + 8P/N bytes in place of 16P, where P counts parameters and N ranks.
 ///
-/// The parameters get ddp's bits. StrategyOptions::reduce_dtype may be float16 or bfloat16. Then
+/// The parameters get ddp's bits. ZeroOptions::reduce_dtype may be float16 or bfloat16. Then
 /// gradients are averaged in it, as by DDP's hooks fp16_compress and bf16_compress. The module's
 /// parameters move to other memory.
 std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup);
@@ -126,7 +126,7 @@ std::unique_ptr<Strategy> make_zero1_strategy(const StrategySetup& setup);
 /// The parameters get ddp's bits over shared memory, and for two ranks over any backend. Other sums
 /// of three or more ranks add in another order than ddp's. clip_grad_norm has a norm that differs
 /// from ddp's by rounding. Every parameter must get a gradient, as with ddp. An optimizer that is
-/// not elementwise is a UsageError. StrategyOptions::reduce_dtype may be any floating-point dtype.
+/// not elementwise is a UsageError. ZeroOptions::reduce_dtype may be any floating-point dtype.
 std::unique_ptr<Strategy> make_zero2_strategy(const StrategySetup& setup);
 
 namespace detail {

@@ -25,7 +25,7 @@ CommHook hook_of(std::optional<at::ScalarType> dtype, const std::vector<at::Tens
     return CommHook::none;
   if (*dtype == at::kHalf) return CommHook::fp16_compress;
   if (*dtype == at::kBFloat16) return CommHook::bf16_compress;
-  throw UsageError(std::string("zero1: StrategyOptions::reduce_dtype is ") + c10::toString(*dtype),
+  throw UsageError(std::string("zero1: ZeroOptions::reduce_dtype is ") + c10::toString(*dtype),
                    "use float16, bfloat16 or none");
 }
 
@@ -103,7 +103,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
         optimizer_(parameters(), setup.make_optimizer,
                    setup.shard_group ? setup.shard_group : group(), name(),
                    /*small_buckets=*/stage == 2) {
-    const auto reduce_dtype = setup.options.reduce_dtype;
+    const auto reduce_dtype = setup.options.zero.value_or(ZeroOptions()).reduce_dtype;
     const auto make_reducer = [&](const auto& parameters) {
       auto reducer = std::make_unique<PartReducer>(optimizer_, parameters, name(), reduce_dtype,
                                                    setup.replicate_group);
@@ -112,6 +112,9 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     };
     DdpOptions options;
     if (stage == 1) options.comm_hook = hook_of(reduce_dtype, parameters());
+    if (micro_batches && options.comm_hook != CommHook::none)
+      throw UsageError("zero1 with a pipeline takes no reduce_dtype",
+                       "take zero2, or the gradients' own dtype");
     if (micro_batches && stage == 2) {
       own_reducer_ = make_reducer(detail::whole_module_state(*setup.module).reduced);
     } else if (!micro_batches) {

@@ -261,7 +261,7 @@ TEST_P(ZeroStrategy, ReducesInAnotherDtype) {
     for (const auto& [name, make] : kStages) {
       auto net = std::make_shared<Net>();
       auto setup = setup_of(net, group, {.optimizer = "sgd"});
-      setup.options.reduce_dtype = at::kBFloat16;
+      setup.options.zero = ZeroOptions{.reduce_dtype = at::kBFloat16};
       const auto strategy = make(setup);
       Trained trained;
       train_steps(*strategy, *net, {.optimizer = "sgd"}, 0, 3, trained);

@@ -142,7 +142,9 @@ bool is_default(const Flag& flag, const RunConfig& config) {
 bool counts(const Flag& flag, const RunConfig& config) {
   const auto& [other, values] = flag.only_with;
   if (other.empty()) return true;
-  const auto words = split(plain_text(*find_flag(other), config), ',');
+  auto words = split(plain_text(*find_flag(other), config), ',');
+  if (other == "--strategy" && is_pipeline(config.strategy, {.mesh = config.mesh}))
+    words.emplace_back("pipeline");
   return std::find_first_of(words.begin(), words.end(), values.begin(), values.end()) !=
          words.end();
 }
@@ -196,6 +198,27 @@ void check_torch_script(const RunConfig& config) {
       "--save-model " + path.string() + ": TorchScript is written to a file that ends in .pt",
       "--save-model " + std::filesystem::path(path).replace_extension(".pt").string() +
           "; --save-weights writes weights as safetensors");
+}
+
+/// What a flag says, in the options of its strategies. A flag that is not given leaves them unset.
+template <class Options, class T, class Value>
+void set_option(std::optional<Options>& options, T Options::*member, const Value& flag) {
+  if (flag == Value()) return;
+  if (!options) options.emplace();
+  if constexpr (std::is_same_v<Value, std::optional<T>>) {
+    *options.*member = *flag;
+  } else {
+    *options.*member = flag;
+  }
+}
+
+CommHook hook_of(const std::string& name) {
+  if (name == "fp16_compress") return CommHook::fp16_compress;
+  return name == "bf16_compress" ? CommHook::bf16_compress : CommHook::none;
+}
+
+std::vector<std::string> names_of(const std::string& list) {
+  return list.empty() ? std::vector<std::string>() : split(list, ',');
 }
 
 bool is_in(const Flag& flag, const std::vector<std::string>& groups) {
@@ -267,15 +290,24 @@ std::map<std::string, std::string> hyperparameters_of(const RunConfig& config) {
 StrategyOptions strategy_options(const RunConfig& config) {
   StrategyOptions options;
   options.mesh = config.mesh;
-  options.num_micro_batches = config.num_micro_batches.value_or(options.num_micro_batches);
-  if (!config.pipeline_schedule.empty()) options.pipeline_schedule = config.pipeline_schedule;
-  options.pipeline_stages_per_rank = config.pipeline_stages_per_rank;
-  if (!config.pipeline_plan.empty()) options.pipeline_plan = split(config.pipeline_plan, ',');
-  if (!config.pipeline_balance.empty()) options.pipeline_balance = config.pipeline_balance;
-  options.recompute_activations = config.recompute_activations;
-  options.dp_replicas = config.dp_replicas.value_or(options.dp_replicas);
-  options.logical_shards = config.logical_shards;
-  options.shard_seed = config.seed;
+  config.strategy == "fsdp"
+      ? set_option(options.fsdp, &FsdpOptions::find_unused_parameters,
+                   config.find_unused_parameters)
+      : set_option(options.ddp, &DdpOptions::find_unused_parameters, config.find_unused_parameters);
+  set_option(options.ddp, &DdpOptions::bucket_cap_mb, config.bucket_cap_mb);
+  set_option(options.ddp, &DdpOptions::comm_hook, hook_of(config.comm_hook));
+  set_option(options.fsdp, &FsdpOptions::units, names_of(config.fsdp_units));
+  set_option(options.fsdp, &FsdpOptions::min_unit_elements, config.fsdp_min_unit_elements);
+  set_option(options.pipeline, &PipelineOptions::num_micro_batches, config.num_micro_batches);
+  set_option(options.pipeline, &PipelineOptions::schedule, config.pipeline_schedule);
+  set_option(options.pipeline, &PipelineOptions::stages_per_rank, config.pipeline_stages_per_rank);
+  set_option(options.pipeline, &PipelineOptions::plan, names_of(config.pipeline_plan));
+  set_option(options.pipeline, &PipelineOptions::balance, config.pipeline_balance);
+  set_option(options.pipeline, &PipelineOptions::recompute_activations,
+             config.recompute_activations);
+  set_option(options.dp, &DataParallelOptions::replicas, config.dp_replicas);
+  if (config.logical_shards > 0)
+    options.logical_shards = LogicalShardsOptions{config.logical_shards, config.seed};
   return options;
 }
 
