@@ -153,27 +153,11 @@ struct SampleSpec {
   int64_t numel() const;
   /// [rows, shape...].
   std::vector<int64_t> batch_shape(int64_t rows) const;
+  /// A new CPU tensor [rows, shape...], whose elements are not set.
+  at::Tensor empty_batch(int64_t rows, bool pinned = false) const;
   /// "float32 [1, 28, 28]".
   std::string describe() const;
   bool operator==(const SampleSpec&) const = default;
-};
-
-/// The rows of a CPU tensor from which a batch is gathered, in the order of a list of indices. Each
-/// row is contiguous. The view refers to the tensor and the list, which must outlive it.
-class RowView {
- public:
-  RowView(const at::Tensor& source, std::span<const int64_t> rows);
-  int64_t size() const { return static_cast<int64_t>(rows_.size()); }
-  const std::byte* operator[](int64_t i) const { return base_ + rows_[i] * step_; }
-  int64_t row_bytes() const { return row_bytes_; }
-  /// Copies the rows one after the other into a contiguous tensor of size() rows of row_bytes().
-  void gather_into(const at::Tensor& out) const;
-
- private:
-  std::span<const int64_t> rows_;
-  const std::byte* base_;
-  int64_t row_bytes_;
-  int64_t step_;  ///< Bytes from the start of a row to that of the next.
 };
 
 /// Where a loader takes samples from. A loader gives each of its threads a clone, so `read` needs
@@ -190,11 +174,8 @@ class SampleSource {
   virtual std::vector<std::string> classes() const { return {}; }
   virtual std::unique_ptr<SampleSource> clone() const = 0;
 
-  /// The data of all samples [size(), ...] with contiguous rows, if it is in memory. A loader then
-  /// gathers directly from it. Otherwise null, and the loader calls `read`.
-  virtual const at::Tensor* rows() const { return nullptr; }
   /// Writes the samples of `indices` into `data` [n, ...] and `target` [n, ...], contiguous CPU
-  /// tensors of the specs above. An undefined `data` is not written.
+  /// tensors of the specs above.
   virtual void read(std::span<const int64_t> indices, const at::Tensor& data,
                     const at::Tensor& target) = 0;
 };

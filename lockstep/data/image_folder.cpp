@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -49,56 +48,34 @@ void refuse_loop(const fs::path& link) {
   }
 }
 
-/// What lies in a folder, links followed.
-struct FolderContent {
-  std::vector<fs::path> folders;
-  std::vector<fs::path> files;
-};
-
-FolderContent content_of(const fs::path& folder, std::vector<fs::path>& dangling) {
-  FolderContent content;
-  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
-    std::error_code ignored;
-    const fs::file_status status = entry.status(ignored);
-    if (fs::is_regular_file(status)) {
-      content.files.push_back(entry.path());
-    } else if (fs::is_directory(status)) {
-      if (entry.is_symlink()) refuse_loop(entry.path());
-      content.folders.push_back(entry.path());
-    } else if (entry.is_symlink() && !fs::exists(status)) {
-      dangling.push_back(entry.path());
-    }
-  }
-  std::sort(content.folders.begin(), content.folders.end());
-  std::sort(content.files.begin(), content.files.end());
-  return content;
-}
-
 /// What is left out of a list.
 struct LeftOut {
   int64_t foreign = 0;
   std::vector<fs::path> dangling;  ///< Links that lead nowhere.
 };
 
-using ByFolder = std::map<std::string, std::vector<fs::path>>;
-
-void add_images_below(const fs::path& folder, ByFolder& images, LeftOut& left_out) {
-  const FolderContent content = content_of(folder, left_out.dangling);
-  for (const fs::path& file : content.files) {
-    left_out.foreign += is_foreign_image(file);
-    if (is_image_name(file)) images[folder.string()].push_back(file);
-  }
-  for (const fs::path& inner : content.folders) add_images_below(inner, images, left_out);
+/// Whether the entry is a folder, links followed.
+bool is_folder(const fs::directory_entry& entry, LeftOut& left_out) {
+  std::error_code ignored;
+  const fs::file_status status = entry.status(ignored);
+  if (entry.is_symlink() && fs::is_directory(status)) refuse_loop(entry.path());
+  if (entry.is_symlink() && !fs::exists(status)) left_out.dangling.push_back(entry.path());
+  return fs::is_directory(status);
 }
 
-/// The images at and below a folder: of each folder by name, folders by path, as os.walk sorted.
-std::vector<fs::path> images_below(const fs::path& top, LeftOut& left_out) {
-  ByFolder by_folder;
-  add_images_below(top, by_folder, left_out);
-  std::vector<fs::path> images;
-  for (const auto& [folder, files] : by_folder)
-    images.insert(images.end(), files.begin(), files.end());
-  return images;
+/// Images with the folders that they lie in.
+using ByFolder = std::vector<std::pair<std::string, fs::path>>;
+
+void add_images_below(const fs::path& folder, ByFolder& images, LeftOut& left_out) {
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    std::error_code ignored;
+    if (is_folder(entry, left_out)) {
+      add_images_below(entry.path(), images, left_out);
+    } else if (entry.is_regular_file(ignored)) {
+      left_out.foreign += is_foreign_image(entry.path());
+      if (is_image_name(entry.path())) images.emplace_back(folder.string(), entry.path());
+    }
+  }
 }
 
 /// Whether the file begins and ends as a JPEG or PNG does.
@@ -150,7 +127,7 @@ class ImageSource : public SampleSource {
     auto* classes = target.mutable_data_ptr<int64_t>();
     for (size_t i = 0; i < indices.size(); ++i) {
       auto index = static_cast<size_t>(indices[i]);
-      if (data.defined()) data.select(0, static_cast<int64_t>(i)).copy_(readable(index));
+      data.select(0, static_cast<int64_t>(i)).copy_(readable(index));
       classes[i] = list_->images.at(index).second;
     }
   }
@@ -242,8 +219,13 @@ ImageList list_classes(const fs::path& folder) {
   ImageList list;
   list.name = "folder:" + folder.string();
   LeftOut left_out;
-  for (const fs::path& path : content_of(folder, left_out.dangling).folders) {
-    const std::vector<fs::path> images = images_below(path, left_out);
+  std::set<fs::path> classes;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    if (is_folder(entry, left_out)) classes.insert(entry.path());
+  }
+  for (const fs::path& path : classes) {
+    ByFolder images;
+    add_images_below(path, images, left_out);
     if (images.empty()) {
       throw DataError(path.string() + ": this class has no image; expected .jpg, .jpeg or .png",
                       left_out.dangling.empty()
@@ -251,7 +233,9 @@ ImageList list_classes(const fs::path& folder) {
                           : left_out.dangling.back().string() + " is a link that leads nowhere");
     }
     const auto label = static_cast<int64_t>(list.classes.size());
-    for (const fs::path& image : images) list.images.emplace_back(image, label);
+    // As os.walk sorted: folders by path, in each the images by name.
+    std::sort(images.begin(), images.end());
+    for (const auto& [in, image] : images) list.images.emplace_back(image, label);
     list.classes.push_back(path.filename().string());
   }
   if (list.classes.empty()) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <csetjmp>
+#include <memory>
 
 #include "lockstep/base/error.h"
 #include "lockstep/data/rgb_image.h"
@@ -70,20 +71,14 @@ bool decode(jpeg_decompress_struct& decoder, Errors& errors, std::string_view by
 
 RgbImage decode_jpeg(std::string_view bytes, const std::string& name) {
   jpeg_decompress_struct decoder{};
+  const std::shared_ptr<void> end(nullptr, [&](void*) { jpeg_destroy_decompress(&decoder); });
   Errors errors;
   decoder.err = jpeg_std_error(&errors.base);
   errors.base.error_exit = on_error;
   errors.base.emit_message = on_message;
   RgbImage image;
   std::vector<uint8_t> row;
-  bool done = false;
-  try {
-    done = decode(decoder, errors, bytes, name, image, row);
-  } catch (...) {
-    jpeg_destroy_decompress(&decoder);
-    throw;
-  }
-  jpeg_destroy_decompress(&decoder);
+  const bool done = decode(decoder, errors, bytes, name, image, row);
   if (!done) throw DataError(name + ": the JPEG is damaged: " + errors.message);
   return image;
 }

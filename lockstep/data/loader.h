@@ -29,9 +29,7 @@ struct LoaderOptions {
   uint64_t seed = 0;
 };
 
-/// One batch. Its tensors do not change while the program holds them or a view of them. The loader
-/// reuses a buffer only when it is no longer held. For a loop that holds one batch at a time, as in
-/// training, a few buffers serve the whole run.
+/// One batch. Its tensors are the program's: the loader does not write to them any more.
 struct Batch {
   at::Tensor data;      ///< [B, ...] on the CPU, of the transforms' output dtype.
   at::Tensor target;    ///< [B] int64 or [B, K] float32, as the dataset has them.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csetjmp>
 #include <cstring>
+#include <memory>
 
 #include "lockstep/base/error.h"
 #include "lockstep/data/rgb_image.h"
@@ -85,19 +86,12 @@ RgbImage decode_png(std::string_view bytes, const std::string& name) {
   png_structp decoder =
       png_create_read_struct(PNG_LIBPNG_VER_STRING, &reading, on_error, on_warning);
   png_infop info = decoder ? png_create_info_struct(decoder) : nullptr;
+  const std::shared_ptr<void> end(
+      nullptr, [&](void*) { png_destroy_read_struct(&decoder, &info, nullptr); });
   RgbImage image;
   std::vector<png_bytep> rows;
-  bool done = false;
-  if (info) {
-    png_set_read_fn(decoder, &reading, read_bytes);
-    try {
-      done = decode(decoder, info, name, image, rows);
-    } catch (...) {
-      png_destroy_read_struct(&decoder, &info, nullptr);
-      throw;
-    }
-  }
-  png_destroy_read_struct(&decoder, &info, nullptr);
+  if (info) png_set_read_fn(decoder, &reading, read_bytes);
+  const bool done = info && decode(decoder, info, name, image, rows);
   if (!done) throw DataError(name + ": the PNG is damaged: " + reading.message);
   return image;
 }

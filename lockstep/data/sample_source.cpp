@@ -1,11 +1,13 @@
 #include "lockstep/data/dataset.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/index_select.h>
 #include <ATen/ops/max.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <cstring>
+#include <iterator>
 #include <numeric>
 #include <utility>
 
@@ -49,11 +51,14 @@ class TensorSource : public SampleSource {
   std::unique_ptr<SampleSource> clone() const override {
     return std::make_unique<TensorSource>(*this);
   }
-  const at::Tensor* rows() const override { return &dataset_.data; }
   void read(std::span<const int64_t> indices, const at::Tensor& data,
             const at::Tensor& target) override {
-    if (data.defined()) RowView(dataset_.data, indices).gather_into(data);
-    RowView(dataset_.targets, indices).gather_into(target);
+    // The list is only read.
+    const at::Tensor rows =
+        at::from_blob(const_cast<int64_t*>(indices.data()), std::ssize(indices), at::kLong);
+    at::Tensor to_data = data, to_target = target;
+    at::index_select_out(to_data, dataset_.data, 0, rows);
+    at::index_select_out(to_target, dataset_.targets, 0, rows);
   }
 
  private:
@@ -82,30 +87,16 @@ std::string SampleSpec::describe() const {
   return std::string(c10::getDtypeNames(dtype).first) + " " + c10::str(at::IntArrayRef(shape));
 }
 
-RowView::RowView(const at::Tensor& source, std::span<const int64_t> rows)
-    : rows_(rows),
-      base_(static_cast<const std::byte*>(source.const_data_ptr())),
-      row_bytes_(source.size(0) ? static_cast<int64_t>(source.nbytes()) / source.size(0) : 0),
-      step_(source.stride(0) * source.element_size()) {}
-
-void RowView::gather_into(const at::Tensor& out) const {
-  auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
-  if (row_bytes_ == sizeof(int64_t)) {  // class indices: spare the call for each
-    for (int64_t i = 0; i < size(); ++i) std::memcpy(to + i * 8, (*this)[i], 8);
-    return;
-  }
-  for (int64_t i = 0; i < size(); ++i) std::memcpy(to + i * row_bytes_, (*this)[i], row_bytes_);
+at::Tensor SampleSpec::empty_batch(int64_t rows, bool pinned) const {
+  return at::empty(batch_shape(rows), at::TensorOptions().dtype(dtype).pinned_memory(pinned));
 }
 
 TensorDataset read_all(SampleSource& source) {
   constexpr int64_t kSamplesAtOnce = 1024;
-  const auto make = [&](const SampleSpec& spec) {
-    return at::empty(spec.batch_shape(source.size()), spec.dtype);
-  };
   TensorDataset dataset;
   dataset.name = source.name();
-  dataset.data = make(source.data_spec());
-  dataset.targets = make(source.target_spec());
+  dataset.data = source.data_spec().empty_batch(source.size());
+  dataset.targets = source.target_spec().empty_batch(source.size());
   std::vector<int64_t> indices;
   for (int64_t begin = 0; begin < source.size(); begin += kSamplesAtOnce) {
     indices.resize(std::min(kSamplesAtOnce, source.size() - begin));

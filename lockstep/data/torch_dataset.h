@@ -19,13 +19,14 @@
 namespace lockstep {
 namespace detail {
 
-/// What a dataset gave for a list of indices: one tensor each, or, when `stacked`, one for all
-/// with a leading dimension.
+/// What a dataset gave for a list of indices: one tensor each.
 struct Examples {
   std::vector<at::Tensor> data;
   std::vector<at::Tensor> target;
-  bool stacked = false;
 };
+
+/// The rows of a stacked batch. None of a tensor that has no rows.
+std::vector<at::Tensor> rows_of(const at::Tensor& stacked);
 
 /// A source that asks for examples one list at a time and copies them into the batch. Shapes and
 /// dtypes are those of sample 0.
@@ -55,9 +56,6 @@ class ExampleSource : public SampleSource {
 template <typename Dataset>
 class TorchDatasetSource : public ExampleSource {
  public:
-  using Batch = Dataset::BatchType;
-  static constexpr bool kStacked = requires(Batch batch) { batch.data; };
-
   static_assert(!std::is_same_v<typename Dataset::BatchRequestType, size_t>,
                 "a stream has no indices to sample from: give a data set with get(index)");
   static_assert(!Dataset::is_stateful,
@@ -78,16 +76,16 @@ class TorchDatasetSource : public ExampleSource {
  protected:
   Examples fetch(const std::vector<size_t>& indices) override {
     auto batch = dataset_.get_batch(indices);
-    Examples examples;
-    if constexpr (kStacked) {
-      examples = {{std::move(batch.data)}, {std::move(batch.target)}, true};
+    if constexpr (requires { batch.data; }) {
+      return {rows_of(batch.data), rows_of(batch.target)};
     } else {
+      Examples examples;
       for (auto& example : batch) {
         examples.data.push_back(std::move(example.data));
         examples.target.push_back(std::move(example.target));
       }
+      return examples;
     }
-    return examples;
   }
 
  private:

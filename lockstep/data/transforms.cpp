@@ -1,29 +1,28 @@
 #include "lockstep/data/transforms.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstring>
 #include <numbers>
 #include <numeric>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/random.h"
-#include "lockstep/data/transform_runner.h"
 
 namespace lockstep {
 namespace {
 
-[[noreturn]] void refuse(const Transform& transform, const SampleSpec& input,
+[[noreturn]] void refuse(const Transform& transform, const at::Tensor& batch,
                          const std::string& expected) {
-  throw UsageError(transform.name() + " got samples of " + input.describe() + ", expected " +
-                   expected);
+  throw UsageError(transform.name() + " got samples of " + SampleSpec::of_rows(batch).describe() +
+                   ", expected " + expected);
 }
 
 using Table = std::array<float, 256>;
@@ -38,15 +37,6 @@ Table make_table(bool normalized, double mean, double std) {
   return table;
 }
 
-/// The next row's bytes are asked for while this one is converted: rows of a shuffled batch lie far
-/// apart, where the processor does not foresee them. Inlined always: GCC takes a function that only
-/// prefetches for one without an effect and drops the call.
-[[gnu::always_inline]] inline void prefetch_row(const RowView& rows, int64_t i) {
-  constexpr int64_t kCacheLine = 64;
-  if (i >= rows.size()) return;
-  for (int64_t at = 0; at < rows.row_bytes(); at += kCacheLine) __builtin_prefetch(rows[i] + at);
-}
-
 void look_up(const Table& table, const uint8_t* __restrict from, float* __restrict to,
              int64_t count) {
   int64_t i = 0;
@@ -54,11 +44,6 @@ void look_up(const Table& table, const uint8_t* __restrict from, float* __restri
     for (int64_t k = 0; k < 8; ++k) to[i + k] = table[from[i + k]];
   }
   for (; i < count; ++i) to[i] = table[from[i]];
-}
-
-void normalize_floats(const float* __restrict from, float* __restrict to, int64_t count, float mean,
-                      float std) {
-  for (int64_t i = 0; i < count; ++i) to[i] = (from[i] - mean) / std;
 }
 
 /// ToTensor and Normalize; with no mean and std, ToTensor alone.
@@ -80,46 +65,35 @@ class ToFloat : public Transform {
     }
   }
 
-  std::string name() const override { return normalizes() ? "normalize" : "to_float"; }
+  std::string name() const override { return mean_.empty() ? "to_float" : "normalize"; }
 
-  SampleSpec output(const SampleSpec& input) const override {
-    const size_t dims = input.shape.size();
-    SampleSpec result{input.shape, at::kFloat};
-    if (input.dtype == at::kByte) {
-      if (dims != 2 && dims != 3) refuse(*this, input, "uint8 images [H, W] or [C, H, W]");
-      if (dims == 2) result.shape.insert(result.shape.begin(), 1);
-    } else if (input.dtype != at::kFloat) {
-      refuse(*this, input, "uint8 or float32");
-    }
-    if (mean_.size() > 1 && (result.shape.empty() || result.shape[0] != int64_t(mean_.size())))
-      refuse(*this, input, std::to_string(mean_.size()) + " channels, one for each mean");
-    return result;
-  }
-
-  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-             const TransformContext&) const override {
-    auto* to = out.mutable_data_ptr<float>();
-    const int64_t parts = static_cast<int64_t>(tables_.size());
-    const int64_t plane = input.numel() / parts;
-    for (int64_t i = 0; i < rows.size(); ++i) {
-      prefetch_row(rows, i + 1);
-      for (int64_t c = 0; c < parts; ++c, to += plane) {
-        if (input.dtype == at::kByte)
-          look_up(tables_[c], reinterpret_cast<const uint8_t*>(rows[i]) + c * plane, to, plane);
-        else
-          convert(c, reinterpret_cast<const float*>(rows[i]) + c * plane, to, plane);
-      }
-    }
+  at::Tensor apply(const at::Tensor& batch, const TransformContext&) const override {
+    const bool bytes = batch.scalar_type() == at::kByte;
+    if (bytes && batch.dim() != 3 && batch.dim() != 4)
+      refuse(*this, batch, "uint8 images [H, W] or [C, H, W]");
+    if (!bytes && batch.scalar_type() != at::kFloat) refuse(*this, batch, "uint8 or float32");
+    const at::Tensor images = bytes && batch.dim() == 3 ? batch.unsqueeze(1) : batch;
+    const auto means = static_cast<int64_t>(mean_.size());
+    if (means > 1 && (images.dim() < 2 || images.size(1) != means))
+      refuse(*this, batch, std::to_string(means) + " channels, one for each mean");
+    if (bytes) return looked_up(images);
+    if (mean_.empty()) return images;
+    std::vector<int64_t> one_a_channel(std::max<int64_t>(images.dim() - 1, 1), 1);
+    one_a_channel[0] = means;
+    return images.sub(at::tensor(mean_, at::kFloat).view(one_a_channel))
+        .div_(at::tensor(std_, at::kFloat).view(one_a_channel));
   }
 
  private:
-  bool normalizes() const { return !mean_.empty(); }
-  void convert(int64_t channel, const float* from, float* to, int64_t count) const {
-    if (normalizes())
-      normalize_floats(from, to, count, static_cast<float>(mean_[channel]),
-                       static_cast<float>(std_[channel]));
-    else
-      std::copy_n(from, count, to);
+  at::Tensor looked_up(const at::Tensor& images) const {
+    at::Tensor floats = at::empty(images.sizes(), at::kFloat);
+    const auto* from = images.const_data_ptr<uint8_t>();
+    auto* to = floats.mutable_data_ptr<float>();
+    const size_t planes = tables_.size() * static_cast<size_t>(images.size(0));
+    const int64_t plane = images.numel() / static_cast<int64_t>(std::max<size_t>(planes, 1));
+    for (size_t i = 0; i < planes; ++i, from += plane, to += plane)
+      look_up(tables_[i % tables_.size()], from, to, plane);
+    return floats;
   }
 
   std::vector<double> mean_;
@@ -133,11 +107,10 @@ struct ImageSize {
   int64_t width;
 };
 
-ImageSize image_size(const Transform& transform, const SampleSpec& input) {
-  const auto& shape = input.shape;
-  if (shape.size() == 2) return {1, shape[0], shape[1]};
-  if (shape.size() == 3) return {shape[0], shape[1], shape[2]};
-  refuse(transform, input, "images [H, W] or [C, H, W]");
+ImageSize image_size(const Transform& transform, const at::Tensor& batch) {
+  if (batch.dim() == 3) return {1, batch.size(1), batch.size(2)};
+  if (batch.dim() == 4) return {batch.size(1), batch.size(2), batch.size(3)};
+  refuse(transform, batch, "images [H, W] or [C, H, W]");
 }
 
 class RandomCrop : public Transform {
@@ -150,69 +123,32 @@ class RandomCrop : public Transform {
   }
   std::string name() const override { return "random_crop"; }
 
-  SampleSpec output(const SampleSpec& input) const override {
-    const ImageSize image = image_size(*this, input);
-    const ImageSize crop = crop_size(image);
-    if (crop.height > image.height + 2 * options_.padding ||
-        crop.width > image.width + 2 * options_.padding)
-      refuse(*this, input,
-             "images that with a padding of " + std::to_string(options_.padding) +
-                 " are at least " + std::to_string(crop.height) + " x " +
-                 std::to_string(crop.width));
-    SampleSpec result = input;
-    result.shape.end()[-2] = crop.height;
-    result.shape.end()[-1] = crop.width;
-    return result;
-  }
-
-  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-             const TransformContext& context) const override {
-    const ImageSize image = image_size(*this, input);
-    const ImageSize crop = crop_size(image);
-    const at::Tensor fill = at::full({crop.width}, options_.fill, input.dtype);
-    const int64_t size = fill.element_size();
-    auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
-    const int64_t crop_bytes = crop.height * crop.width * size;
-    for (int64_t i = 0; i < rows.size(); ++i) {
+  at::Tensor apply(const at::Tensor& batch, const TransformContext& context) const override {
+    const ImageSize image = image_size(*this, batch);
+    const int64_t height = options_.height ? options_.height : image.height;
+    const int64_t width = options_.width ? options_.width : image.width;
+    const int64_t p = options_.padding;
+    const int64_t tops = image.height + 2 * p - height + 1;
+    const int64_t lefts = image.width + 2 * p - width + 1;
+    if (tops < 1 || lefts < 1)
+      refuse(*this, batch,
+             "images that with a padding of " + std::to_string(p) + " are at least " +
+                 std::to_string(height) + " x " + std::to_string(width));
+    const at::Tensor padded = at::constant_pad_nd(batch, {p, p, p, p}, options_.fill);
+    std::vector<int64_t> shape = batch.sizes().vec();
+    shape.end()[-2] = height;
+    shape.end()[-1] = width;
+    at::Tensor crops = at::empty(shape, batch.options());
+    for (int64_t i = 0; i < batch.size(0); ++i) {
       KeyedRandom random(context.seed, context.epoch, context.indices[i]);
-      const int64_t top = position(random, image.height, crop.height);
-      const int64_t left = position(random, image.width, crop.width);
-      const std::byte* from = rows[i];
-      for (int64_t c = 0; c < image.channels; ++c, to += crop_bytes)
-        copy_plane(from + c * image.height * image.width * size, image, to, crop, top, left,
-                   static_cast<const std::byte*>(fill.const_data_ptr()), size);
+      const auto top = static_cast<int64_t>(random.below(tops));
+      const auto left = static_cast<int64_t>(random.below(lefts));
+      crops[i].copy_(padded[i].narrow(-2, top, height).narrow(-1, left, width));
     }
+    return crops;
   }
 
  private:
-  ImageSize crop_size(const ImageSize& image) const {
-    return {image.channels, options_.height ? options_.height : image.height,
-            options_.width ? options_.width : image.width};
-  }
-  /// Where the crop starts in the image; below 0 is in the padding.
-  int64_t position(KeyedRandom& random, int64_t image, int64_t crop) const {
-    const int64_t positions = image + 2 * options_.padding - crop + 1;
-    return static_cast<int64_t>(random.below(positions)) - options_.padding;
-  }
-  /// `fill` is a row of the crop, `size` the bytes of a pixel.
-  static void copy_plane(const std::byte* from, const ImageSize& image, std::byte* to,
-                         const ImageSize& crop, int64_t top, int64_t left, const std::byte* fill,
-                         int64_t size) {
-    const int64_t first = std::clamp<int64_t>(-left, 0, crop.width);
-    const int64_t last = std::clamp<int64_t>(image.width - left, first, crop.width);
-    for (int64_t y = 0; y < crop.height; ++y, to += crop.width * size) {
-      const int64_t source_y = y + top;
-      if (source_y < 0 || source_y >= image.height) {
-        std::memcpy(to, fill, crop.width * size);
-        continue;
-      }
-      std::memcpy(to, fill, first * size);
-      std::memcpy(to + first * size, from + (source_y * image.width + left + first) * size,
-                  (last - first) * size);
-      std::memcpy(to + last * size, fill, (crop.width - last) * size);
-    }
-  }
-
   RandomCropOptions options_;
 };
 
@@ -224,49 +160,18 @@ class RandomHorizontalFlip : public Transform {
                        ", expected one from 0 to 1");
   }
   std::string name() const override { return "random_horizontal_flip"; }
-  SampleSpec output(const SampleSpec& input) const override {
-    image_size(*this, input);
-    return input;
-  }
 
-  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-             const TransformContext& context) const override {
-    auto* to = static_cast<std::byte*>(out.mutable_data_ptr());
-    const int64_t width = input.shape.back();
-    const int64_t lines = input.numel() / std::max<int64_t>(width, 1);
-    for (int64_t i = 0; i < rows.size(); ++i, to += rows.row_bytes()) {
+  at::Tensor apply(const at::Tensor& batch, const TransformContext& context) const override {
+    image_size(*this, batch);
+    at::Tensor flipped = batch.clone();
+    for (int64_t i = 0; i < batch.size(0); ++i) {
       KeyedRandom random(context.seed, context.epoch, context.indices[i]);
-      if (random.uniform() < p_)
-        mirror(rows[i], to, lines, width, rows.row_bytes() / input.numel());
-      else
-        std::memcpy(to, rows[i], rows.row_bytes());
+      if (random.uniform() < p_) flipped[i].copy_(batch[i].flip(-1));
     }
+    return flipped;
   }
 
  private:
-  static void mirror(const std::byte* from, std::byte* to, int64_t lines, int64_t width,
-                     int64_t size) {
-    switch (size) {
-      case 1:
-        return mirror_as<uint8_t>(from, to, lines, width);
-      case 4:
-        return mirror_as<uint32_t>(from, to, lines, width);
-      default:
-        for (int64_t y = 0; y < lines; ++y) {
-          for (int64_t x = 0; x < width; ++x)
-            std::memcpy(to + (y * width + width - 1 - x) * size, from + (y * width + x) * size,
-                        size);
-        }
-    }
-  }
-  template <typename T>
-  static void mirror_as(const std::byte* from, std::byte* to, int64_t lines, int64_t width) {
-    const auto* source = reinterpret_cast<const T*>(from);
-    auto* target = reinterpret_cast<T*>(to);
-    for (int64_t y = 0; y < lines; ++y)
-      std::reverse_copy(source + y * width, source + (y + 1) * width, target + y * width);
-  }
-
   double p_;
 };
 
@@ -278,36 +183,30 @@ class RandomRotation : public Transform {
                        " degrees, expected a number that is not below 0");
   }
   std::string name() const override { return "random_rotation"; }
-  SampleSpec output(const SampleSpec& input) const override {
-    image_size(*this, input);
-    if (input.dtype != at::kByte && input.dtype != at::kFloat)
-      refuse(*this, input, "uint8 or float32");
-    return input;
-  }
 
-  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-             const TransformContext& context) const override {
-    if (input.dtype == at::kByte)
-      apply_as<uint8_t>(rows, input, out.mutable_data_ptr<uint8_t>(), context);
-    else
-      apply_as<float>(rows, input, out.mutable_data_ptr<float>(), context);
+  at::Tensor apply(const at::Tensor& batch, const TransformContext& context) const override {
+    if (batch.scalar_type() == at::kByte) return apply_as<uint8_t>(batch, context);
+    if (batch.scalar_type() == at::kFloat) return apply_as<float>(batch, context);
+    refuse(*this, batch, "uint8 or float32");
   }
 
  private:
   template <typename T>
-  void apply_as(const RowView& rows, const SampleSpec& input, T* to,
-                const TransformContext& context) const {
-    const ImageSize image = image_size(*this, input);
+  at::Tensor apply_as(const at::Tensor& batch, const TransformContext& context) const {
+    const ImageSize image = image_size(*this, batch);
+    at::Tensor turned = at::empty_like(batch);
+    const auto* from = batch.const_data_ptr<T>();
+    auto* to = turned.mutable_data_ptr<T>();
     const int64_t plane = image.height * image.width;
-    for (int64_t i = 0; i < rows.size(); ++i) {
+    for (int64_t i = 0; i < batch.size(0); ++i) {
       KeyedRandom random(context.seed, context.epoch, context.indices[i]);
       const double angle =
           random.uniform(-options_.degrees, options_.degrees) * std::numbers::pi / 180;
-      const auto* from = reinterpret_cast<const T*>(rows[i]);
-      for (int64_t c = 0; c < image.channels; ++c, to += plane)
-        rotate(from + c * plane, to, image, static_cast<float>(std::cos(angle)),
+      for (int64_t c = 0; c < image.channels; ++c, from += plane, to += plane)
+        rotate(from, to, image, static_cast<float>(std::cos(angle)),
                static_cast<float>(std::sin(angle)));
     }
+    return turned;
   }
 
   /// For each pixel of the result, the pixel that lies there before the turn.
@@ -365,17 +264,13 @@ class Reshape : public Transform {
   explicit Reshape(std::vector<int64_t> shape, bool flat = false)
       : shape_(std::move(shape)), flat_(flat) {}
   std::string name() const override { return flat_ ? "flatten" : "reshape"; }
-  SampleSpec output(const SampleSpec& input) const override {
-    SampleSpec result{flat_ ? std::vector<int64_t>{input.numel()} : shape_, input.dtype};
-    if (result.numel() != input.numel())
-      refuse(*this, input, std::to_string(result.numel()) + " elements for " + result.describe());
-    return result;
+  at::Tensor apply(const at::Tensor& batch, const TransformContext&) const override {
+    const int64_t numel = SampleSpec::of_rows(batch).numel();
+    const SampleSpec result{flat_ ? std::vector<int64_t>{numel} : shape_, batch.scalar_type()};
+    if (result.numel() != numel)
+      refuse(*this, batch, std::to_string(result.numel()) + " elements for " + result.describe());
+    return batch.view(result.batch_shape(batch.size(0)));
   }
-  void apply(const RowView& rows, const SampleSpec&, const at::Tensor& out,
-             const TransformContext&) const override {
-    rows.gather_into(out);
-  }
-  bool is_reshape() const override { return true; }
 
  private:
   std::vector<int64_t> shape_;
@@ -387,30 +282,15 @@ class BatchTransform : public Transform {
   BatchTransform(std::string name, std::function<at::Tensor(const at::Tensor&)> function)
       : name_(std::move(name)), function_(std::move(function)) {}
   std::string name() const override { return name_; }
-  SampleSpec output(const SampleSpec& input) const override {
-    const at::Tensor result = call(at::zeros(input.batch_shape(1), input.dtype));
-    return SampleSpec::of_rows(result);
-  }
-  void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-             const TransformContext&) const override {
-    const at::Tensor batch = at::empty(input.batch_shape(rows.size()), input.dtype);
-    rows.gather_into(batch);
-    const at::Tensor result = call(batch);
-    if (result.sizes() != out.sizes() || result.scalar_type() != out.scalar_type())
-      throw UsageError("transform '" + name_ + "' returned " + c10::str(result.sizes()) + " of " +
-                       c10::toString(result.scalar_type()) + ", but " + c10::str(out.sizes()) +
-                       " of " + c10::toString(out.scalar_type()) + " for the same kind of samples");
-    out.copy_(result);
-  }
-
- private:
-  at::Tensor call(const at::Tensor& batch) const {
+  at::Tensor apply(const at::Tensor& batch, const TransformContext&) const override {
     at::Tensor result = function_(batch);
     if (!result.defined() || result.dim() < 1 || result.size(0) != batch.size(0))
       throw UsageError("transform '" + name_ + "' must return one row for each of the batch's " +
                        std::to_string(batch.size(0)) + " rows");
     return result;
   }
+
+ private:
   std::string name_;
   std::function<at::Tensor(const at::Tensor&)> function_;
 };
@@ -451,19 +331,23 @@ TransformPtr batch_transform(std::string name,
 }
 
 SampleSpec Compose::output(const SampleSpec& input) const {
-  SampleSpec spec = input;
-  for (const TransformPtr& transform : transforms_) spec = transform->output(spec);
-  return spec;
+  return SampleSpec::of_rows((*this)(at::zeros(input.batch_shape(1), input.dtype)));
 }
 
 at::Tensor Compose::operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch) const {
-  const at::Tensor input = batch.contiguous();
-  TransformRunner runner(*this, SampleSpec::of_rows(input));
-  at::Tensor out = at::empty(runner.output().batch_shape(input.size(0)), runner.output().dtype);
-  std::vector<int64_t> rows(input.size(0));
-  std::iota(rows.begin(), rows.end(), 0);
-  runner.run(RowView(input, rows), out, seed, epoch, rows);
-  return out;
+  std::vector<int64_t> indices(batch.size(0));
+  std::iota(indices.begin(), indices.end(), 0);
+  return (*this)(batch, seed, epoch, indices);
+}
+
+at::Tensor Compose::operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch,
+                               std::span<const int64_t> indices) const {
+  at::Tensor result = batch.contiguous();
+  for (size_t i = 0; i < transforms_.size(); ++i) {
+    const TransformContext context{KeyedRandom(seed, i).next(), epoch, indices};
+    result = transforms_[i]->apply(result, context).contiguous();
+  }
+  return result;
 }
 
 }  // namespace lockstep

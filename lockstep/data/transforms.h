@@ -29,15 +29,11 @@ class Transform {
  public:
   virtual ~Transform() = default;
   virtual std::string name() const = 0;
-  /// The spec of the output for samples like `input`. Throws UsageError if it cannot take them.
-  virtual SampleSpec output(const SampleSpec& input) const = 0;
-  /// Reads the rows, each a contiguous sample like `input`, and writes all of `out`, a contiguous
-  /// tensor [rows.size(), ...]. The rows may be the dataset's own memory and must not be written
-  /// to.
-  virtual void apply(const RowView& rows, const SampleSpec& input, const at::Tensor& out,
-                     const TransformContext& context) const = 0;
-  /// True if only the shape changes and no byte moves. Then `apply` is not called.
-  virtual bool is_reshape() const { return false; }
+  /// Gives a batch with as many rows. `batch` [B, ...] is a contiguous CPU tensor that must not be
+  /// written to; the result may share its memory. Samples of one shape and dtype become samples of
+  /// one shape and dtype. Throws UsageError if it cannot take them. Called once with one sample of
+  /// zeros to learn what it gives.
+  virtual at::Tensor apply(const at::Tensor& batch, const TransformContext& context) const = 0;
 };
 
 using TransformPtr = std::shared_ptr<const Transform>;
@@ -81,8 +77,7 @@ TransformPtr flatten();
 TransformPtr reshape(std::vector<int64_t> shape);
 
 /// A user's own function from a batch [B, ...] to a batch [B, ...]. It must treat rows alike and
-/// independently, and be safe to call from several threads. Called once with zeros to learn the
-/// output's shape.
+/// independently, and be safe to call from several threads. See Transform::apply.
 TransformPtr batch_transform(std::string name,
                              std::function<at::Tensor(const at::Tensor&)> function);
 
@@ -100,8 +95,10 @@ class Compose {
   SampleSpec output(const SampleSpec& input) const;
 
   /// Transforms a whole tensor [N, ...] at once, as a loader would with this seed, this epoch and
-  /// indices 0..N-1.
+  /// the samples' indices, or indices 0..N-1. Without any transform it is the tensor itself.
   at::Tensor operator()(const at::Tensor& batch, uint64_t seed = 0, int64_t epoch = 0) const;
+  at::Tensor operator()(const at::Tensor& batch, uint64_t seed, int64_t epoch,
+                        std::span<const int64_t> indices) const;
 
  private:
   std::vector<TransformPtr> transforms_;
