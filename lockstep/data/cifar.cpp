@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -38,37 +39,10 @@ const std::vector<std::string>& all_files() {
   return files;
 }
 
-std::vector<std::string> missing_in(const fs::path& folder) {
-  std::vector<std::string> missing;
-  for (const std::string& file : all_files()) {
-    std::error_code ignored;
-    if (!fs::exists(folder / file, ignored)) missing.push_back(file);
-  }
-  return missing;
-}
-
-/// In the order in which they are looked in.
-std::vector<fs::path> folders_of(const fs::path& data_dir) {
-  return {data_dir / kFolder, data_dir / "cifar10" / kFolder, data_dir / "cifar10", data_dir};
-}
-
-[[noreturn]] void throw_missing(const fs::path& data_dir) {
-  const auto folders = folders_of(data_dir);
-  const auto best = std::min_element(folders.begin(), folders.end(), [](auto& a, auto& b) {
-    return missing_in(a).size() < missing_in(b).size();
-  });
-  std::error_code ignored;
-  throw DataError("cifar10 not found in " + fs::absolute(data_dir, ignored).string() +
-                      " as its binary version: " + best->string() + " lacks " +
-                      join(missing_in(*best), ", "),
-                  "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder");
-}
-
-/// The part of `count` files from `first` on.
-TensorDataset load_part(const fs::path& folder, size_t first, size_t count) {
+/// The part of these files.
+TensorDataset load_part(std::span<const fs::path> paths) {
   std::vector<at::Tensor> images, labels;
-  for (size_t i = first; i < first + count; ++i) {
-    const fs::path path = folder / all_files()[i];
+  for (const fs::path& path : paths) {
     const auto bytes = static_cast<int64_t>(fs::file_size(path));
     if (bytes == 0 || bytes % kRecord != 0) {
       throw DataError(path.string() + " has " + with_thousands(bytes) +
@@ -114,8 +88,8 @@ void unpack(const fs::path& archive, const fs::path& folder) {
       throw DataError(
           archive.string() + ": tar failed to unpack it, status " + std::to_string(status),
           "is the program tar installed, and is there room on the disk?");
-    if (const auto missing = missing_in(aside); !missing.empty())
-      throw DataError(archive.string() + " lacks " + join(missing, ", "));
+    if (const auto found = find_files({aside}, all_files()); !found.complete())
+      throw DataError(archive.string() + " lacks " + join(found.missing, ", "));
     fs::rename(aside, folder);
   } catch (...) {
     std::error_code ignored;
@@ -136,26 +110,22 @@ void fetch(const fs::path& folder, const DatasetOptions& options, const Cifar10S
 
 }  // namespace
 
-std::optional<fs::path> cifar10_folder(const fs::path& data_dir) {
-  for (const fs::path& folder : folders_of(data_dir)) {
-    if (missing_in(folder).empty()) return folder;
-  }
-  return std::nullopt;
+FoundFiles find_cifar10(const fs::path& data_dir) {
+  return find_files(
+      {data_dir / kFolder, data_dir / "cifar10" / kFolder, data_dir / "cifar10", data_dir},
+      all_files());
 }
 
-fs::path fetch_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
-  if (const auto folder = cifar10_folder(options.data_dir)) return *folder;
-  if (!options.download) throw_missing(options.data_dir);
-  fs::path folder = options.data_dir / kFolder;
-  fill_folder(
-      options.data_dir, [&] { return missing_in(folder).empty(); },
-      [&] { fetch(folder, options, source); });
-  return folder;
+FoundFiles fetch_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
+  return fetch_files(
+      "cifar10", options, options.data_dir, [&] { return find_cifar10(options.data_dir); },
+      [&](const FoundFiles&) { fetch(options.data_dir / kFolder, options, source); });
 }
 
 DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source) {
-  const fs::path folder = fetch_cifar10(options, source);
-  return {load_part(folder, 0, 5), load_part(folder, 5, 1)};
+  const auto paths = fetch_cifar10(options, source).paths;
+  const std::span<const fs::path> all(paths);
+  return {load_part(all.first(5)), load_part(all.subspan(5))};
 }
 
 }  // namespace lockstep

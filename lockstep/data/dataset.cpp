@@ -8,8 +8,10 @@
 
 #include "lockstep/base/env.h"
 #include "lockstep/base/error.h"
+#include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
 #include "lockstep/data/digits.h"
+#include "lockstep/data/download.h"
 #include "lockstep/data/image_folder.h"
 #include "lockstep/data/named_sets.h"
 
@@ -106,6 +108,26 @@ std::string usage_of(const PathSet& set) {
 
 }  // namespace
 
+FoundFiles fetch_files(const std::string& name, const DatasetOptions& options,
+                       const std::filesystem::path& folder, const std::function<FoundFiles()>& find,
+                       const std::function<void(const FoundFiles&)>& fill) {
+  const FoundFiles found = find();
+  if (found.complete()) return found;
+  if (!options.download) {
+    std::vector<std::string> folders;
+    std::error_code ignored;
+    for (const auto& looked_in : found.looked_in)
+      folders.push_back(std::filesystem::absolute(looked_in, ignored).string());
+    throw DataError(name + " not found in " + join(folders, ", ") + ": " + found.folder.string() +
+                        " lacks " + join(found.missing, ", "),
+                    "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another "
+                    "folder, and the data set 'digits' needs no files");
+  }
+  fill_folder(
+      folder, [&] { return find().complete(); }, [&] { fill(find()); });
+  return find();
+}
+
 void fetch_dataset(const std::string& name, const DatasetOptions& options) {
   const DatasetOptions resolved = with_data_dir(options);
   if (const MnistLike* source = mnist_like(name)) fetch_mnist(*source, resolved);
@@ -139,10 +161,11 @@ DatasetSources open_dataset(const std::string& name, const DatasetOptions& optio
 
 std::optional<std::filesystem::path> dataset_folder(const std::string& name,
                                                     const DatasetOptions& options) {
-  if (name == "cifar10") return cifar10_folder(with_data_dir(options).data_dir);
+  const std::filesystem::path data_dir = data_dir_or_default(options.data_dir);
   const MnistLike* source = mnist_like(name);
-  if (!source) throw UsageError("data set '" + name + "' has no folder of files");
-  MnistFolder found = find_mnist(with_data_dir(options).data_dir, *source);
+  if (!source && name != "cifar10")
+    throw UsageError("data set '" + name + "' has no folder of files");
+  FoundFiles found = source ? find_mnist(data_dir, *source) : find_cifar10(data_dir);
   return found.complete() ? std::optional(std::move(found.folder)) : std::nullopt;
 }
 

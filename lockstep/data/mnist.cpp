@@ -4,7 +4,6 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
-#include "lockstep/base/text.h"
 #include "lockstep/data/download.h"
 #include "lockstep/data/idx.h"
 
@@ -14,21 +13,6 @@ namespace {
 
 constexpr int64_t kMnistSide = 28;
 constexpr int64_t kMnistClasses = 10;
-
-[[noreturn]] void throw_missing(const fs::path& data_dir, const MnistLike& source,
-                                const MnistFolder& found) {
-  std::vector<std::string> missing;
-  for (size_t i = 0; i < found.paths.size(); ++i) {
-    if (found.paths[i].empty()) missing.push_back(source.files[i].name + "[.gz]");
-  }
-  std::error_code ignored;
-  throw DataError(source.name + " not found in " + fs::absolute(data_dir, ignored).string() +
-                      " and its subfolders " + source.folders[0].string() + " and " +
-                      source.folders[1].string() + ": " + found.folder.string() + " lacks " +
-                      join(missing, ", "),
-                  "--download fetches it, --data-dir (or LOCKSTEP_DATA_DIR) names another folder, "
-                  "and the data set 'digits' needs no files");
-}
 
 using Unpacked = std::map<fs::path, std::span<const std::byte>>;
 
@@ -88,7 +72,7 @@ TensorDataset load_part(const std::string& name, const fs::path& images_path,
 }
 
 void fetch_missing(const MnistLike& source, const DatasetOptions& options,
-                   const MnistFolder& found) {
+                   const FoundFiles& found) {
   for (size_t i = 0; i < found.paths.size(); ++i) {
     if (!found.paths[i].empty()) continue;
     const MnistFile& file = source.files[i];
@@ -116,15 +100,10 @@ void refuse_other_set(const MnistLike& source, const fs::path& path, const at::T
 
 }  // namespace
 
-MnistFolder fetch_mnist(const MnistLike& source, const DatasetOptions& options) {
+FoundFiles fetch_mnist(const MnistLike& source, const DatasetOptions& options) {
   const auto find = [&] { return find_mnist(options.data_dir, source); };
-  const MnistFolder found = find();
-  if (found.complete()) return found;
-  if (!options.download) throw_missing(options.data_dir, source, found);
-  fill_folder(
-      found.folder, [&] { return find().complete(); },
-      [&] { fetch_missing(source, options, find()); });
-  return find();
+  return fetch_files(source.name, options, find().folder, find,
+                     [&](const FoundFiles& found) { fetch_missing(source, options, found); });
 }
 
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options) {

@@ -1,48 +1,46 @@
 #include "lockstep/data/mnist_files.h"
 
-#include <algorithm>
-
 #include "lockstep/base/env.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
-using Paths = std::array<fs::path, 4>;
-
-/// The files of a folder, each plain or gzip; an empty path for one that is not there.
-Paths files_in(const fs::path& folder, const MnistLike& source) {
-  Paths paths;
-  for (size_t i = 0; i < paths.size(); ++i) {
-    const fs::path plain = folder / source.files[i].name;
-    const fs::path gzip = folder / (source.files[i].name + ".gz");
+FoundFiles files_in(const fs::path& folder, const std::vector<std::string>& names,
+                    const std::string& packed) {
+  FoundFiles found;
+  found.folder = folder;
+  for (const std::string& name : names) {
+    fs::path& path = found.paths.emplace_back();
     std::error_code ignored;
-    if (fs::exists(plain, ignored)) {
-      paths[i] = plain;
-    } else if (fs::exists(gzip, ignored)) {
-      paths[i] = gzip;
+    for (const fs::path& candidate : {folder / name, folder / (name + packed)}) {
+      if (path.empty() && fs::exists(candidate, ignored)) path = candidate;
     }
+    if (path.empty()) found.missing.push_back(packed.empty() ? name : name + "[" + packed + "]");
   }
-  return paths;
+  return found;
 }
 
 }  // namespace
 
-size_t MnistFolder::count() const {
-  return static_cast<size_t>(std::count_if(paths.begin(), paths.end(),
-                                           [](const fs::path& path) { return !path.empty(); }));
+FoundFiles find_files(const std::vector<fs::path>& folders, const std::vector<std::string>& names,
+                      const std::string& packed) {
+  FoundFiles best = files_in(folders.front(), names, packed);
+  for (const fs::path& folder : folders) {
+    FoundFiles found = files_in(folder, names, packed);
+    if (found.missing.size() < best.missing.size()) best = std::move(found);
+  }
+  best.looked_in = folders;
+  return best;
 }
 
-MnistFolder find_mnist(const fs::path& data_dir, const MnistLike& source) {
+FoundFiles find_mnist(const fs::path& data_dir, const MnistLike& source) {
   std::vector<fs::path> folders;
   for (const fs::path& folder : source.folders) folders.push_back(data_dir / folder);
   folders.push_back(data_dir);
-  MnistFolder best{folders.front(), files_in(folders.front(), source)};
-  for (const fs::path& folder : folders) {
-    MnistFolder found{folder, files_in(folder, source)};
-    if (found.count() > best.count()) best = std::move(found);
-  }
-  return best;
+  std::vector<std::string> names;
+  for (const MnistFile& file : source.files) names.push_back(file.name);
+  return find_files(folders, names, ".gz");
 }
 
 fs::path data_dir_or_default(const fs::path& given) {

@@ -29,17 +29,22 @@ const MnistLike& fashion_mnist_source();
 /// Null for any other name than mnist and fashion-mnist.
 const MnistLike* mnist_like(const std::string& name);
 
-/// What of a set lies in one folder.
-struct MnistFolder {
-  std::filesystem::path folder;
-  std::array<std::filesystem::path, 4> paths;  ///< In the order of MnistLike::files; empty: absent.
-  size_t count() const;
-  bool complete() const { return count() == paths.size(); }
+/// What of a set of files lies in one folder.
+struct FoundFiles {
+  std::vector<std::filesystem::path> looked_in;
+  std::filesystem::path folder;              ///< One of them.
+  std::vector<std::filesystem::path> paths;  ///< In the order of the names; empty: absent.
+  std::vector<std::string> missing;          ///< The names of those that are absent.
+  bool complete() const { return missing.empty(); }
 };
 
-/// The first folder at or below `data_dir` that has all four files, each plain or gzip. Else the
-/// one that has most of them.
-MnistFolder find_mnist(const std::filesystem::path& data_dir, const MnistLike& source);
+/// The first of the folders that has all files. Else the one that has most of them. A file may have
+/// the ending `packed` after its name.
+FoundFiles find_files(const std::vector<std::filesystem::path>& folders,
+                      const std::vector<std::string>& names, const std::string& packed = {});
+
+/// Its files at or below `data_dir`, each plain or gzip.
+FoundFiles find_mnist(const std::filesystem::path& data_dir, const MnistLike& source);
 
 /// DatasetOptions::data_dir, or what stands for it where it is empty.
 std::filesystem::path data_dir_or_default(const std::filesystem::path& given);

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <filesystem>
-#include <optional>
+#include <functional>
 #include <string>
 
 #include "lockstep/data/dataset.h"
@@ -15,8 +15,15 @@ namespace lockstep {
 /// nothing for other names. Starts no thread that lives on.
 void fetch_dataset(const std::string& name, const DatasetOptions& options);
 
+/// The files of a set that `find` finds. Where some are missing and the options allow a download,
+/// `fill` gets them into `folder` first, on one process of this host. Throws DataError, which names
+/// what is missing and what to do.
+FoundFiles fetch_files(const std::string& name, const DatasetOptions& options,
+                       const std::filesystem::path& folder, const std::function<FoundFiles()>& find,
+                       const std::function<void(const FoundFiles&)>& fill);
+
 /// mnist and fashion-mnist. The first gives where the files are, see fetch_dataset.
-MnistFolder fetch_mnist(const MnistLike& source, const DatasetOptions& options);
+FoundFiles fetch_mnist(const MnistLike& source, const DatasetOptions& options);
 DatasetSplits load_mnist(const MnistLike& source, const DatasetOptions& options);
 
 /// Where the archive of CIFAR-10's binary version comes from.
@@ -25,11 +32,10 @@ struct Cifar10Source {
   std::string archive_md5 = "c32a1d4ab5d03f1284b67883e8d87530";
   std::string mirror = "https://www.cs.toronto.edu/~kriz/";
 };
-std::filesystem::path fetch_cifar10(const DatasetOptions& options,
-                                    const Cifar10Source& source = {});
+FoundFiles fetch_cifar10(const DatasetOptions& options, const Cifar10Source& source = {});
 DatasetSplits load_cifar10(const DatasetOptions& options, const Cifar10Source& source = {});
-/// The folder at or below `data_dir` that has the six files of CIFAR-10's binary version.
-std::optional<std::filesystem::path> cifar10_folder(const std::filesystem::path& data_dir);
+/// The six files of CIFAR-10's binary version at or below `data_dir`.
+FoundFiles find_cifar10(const std::filesystem::path& data_dir);
 
 /// "text:PATH".
 DatasetSplits load_text(const std::filesystem::path& path, const DatasetOptions& options);
