@@ -128,10 +128,10 @@ StateDict load_npz(const std::filesystem::path& path) {
   const ZipArchive archive(path);
   StateDict tensors;
   for (const ZipMember& member : archive.members()) {
-    const auto file = archive.open(member);
+    ContentReader file(path, archive.place_of(member));
     std::string name = member.name;
     if (name.ends_with(kSuffix)) name.resize(name.size() - kSuffix.size());
-    tensors.emplace_back(name, read_npy(*file, "array '" + name + "'"));
+    tensors.emplace_back(name, read_npy(file, "array '" + name + "'"));
   }
   return tensors;
 }

@@ -43,7 +43,8 @@ std::optional<at::ScalarType> pt_dtype_of(std::string_view name) {
 
 class PtReader {
  public:
-  PtReader(const fs::path& path, ZipArchive archive) : path_(path), archive_(std::move(archive)) {
+  PtReader(const fs::path& path, uint64_t begin, std::optional<uint64_t> size)
+      : path_(path), archive_(path, begin, size) {
     const auto& members = archive_.members();
     const auto pickle = std::find_if(members.begin(), members.end(), [](const ZipMember& member) {
       return member.name.ends_with(kPickle);
@@ -82,13 +83,13 @@ class PtReader {
   }
 
   std::string content_of(const ZipMember& member) const {
-    const auto reader = archive_.open(member);
-    if (member.size > reader->remaining_limit())
-      reader->fail(0, "the archive promises " + std::to_string(member.size) + " bytes of " +
-                          member.name + ", of which it has less");
+    ContentReader reader(path_, archive_.place_of(member));
+    if (member.size > reader.remaining_limit())
+      reader.fail(0, "the archive promises " + std::to_string(member.size) + " bytes of " +
+                         member.name + ", of which it has less");
     std::string content(member.size, '\0');
-    reader->read_exact(content.data(), content.size(), member.name);
-    reader->expect_end();
+    reader.read_exact(content.data(), content.size(), member.name);
+    reader.expect_end();
     return content;
   }
 
@@ -180,7 +181,7 @@ class PtReader {
     if (!is_new)
       throw DataError(path_.string() + ": two tensors would have the name '" + name + "'",
                       "save them by other keys: a name joins keys by dots");
-    auto tensor = tensor_of(value, name);
+    auto tensor = rebuilt(value.text, value.items, name, 0);
     if (!tensor) {
       left_out_.push_back("'" + name + "' (" + value.text + ")");
       return add_value(name, value.text);
@@ -242,12 +243,6 @@ class PtReader {
   }
 
   /// None of one that is not dense, or of a dtype that is not known.
-  std::optional<StoredTensor> tensor_of(const PickleValue& value, const std::string& name) {
-    const auto [known, is_new] = tensors_.emplace(&value, std::nullopt);
-    if (is_new) known->second = rebuilt(value.text, value.items, name, 0);
-    return known->second;
-  }
-
   std::optional<StoredTensor> rebuilt(const std::string& function,
                                       const std::vector<const PickleValue*>& items,
                                       const std::string& name, int depth) {
@@ -326,7 +321,6 @@ class PtReader {
   std::map<std::string, const ZipMember*> members_;  ///< Without the prefix.
   Pickle pickle_;
   std::map<std::string, std::shared_ptr<const StoredBytes>> storages_;
-  std::unordered_map<const PickleValue*, std::optional<StoredTensor>> tensors_;
   std::unordered_map<std::string, const PickleValue*> names_;
   std::set<const PickleValue*> open_;  ///< What is being walked through.
   std::vector<std::string> left_out_;
@@ -416,7 +410,7 @@ at::Tensor whole_storage(const StoredBytes& bytes) {
 
 detail::StoredTensors detail::index_pt(const fs::path& path, uint64_t begin,
                                        std::optional<uint64_t> size, const std::string& root) {
-  StoredTensors stored = PtReader(path, ZipArchive(path, begin, size)).read(root);
+  StoredTensors stored = PtReader(path, begin, size).read(root);
   stored.format = "pt";
   return stored;
 }

@@ -16,7 +16,6 @@ constexpr uint64_t kZip64RecordSize = 56;
 constexpr uint64_t kDirectoryEntrySize = 46;
 constexpr uint64_t kLocalHeaderSize = 30;
 constexpr uint32_t kSaturated32 = 0xffffffff;  // "see the zip64 field"
-constexpr uint16_t kSaturated16 = 0xffff;
 constexpr std::string_view kEndSignature("PK\x05\x06", 4);
 constexpr std::string_view kZip64LocatorSignature("PK\x06\x07", 4);
 constexpr std::string_view kZip64RecordSignature("PK\x06\x06", 4);
@@ -79,32 +78,23 @@ std::string ZipArchive::bytes_at(uint64_t offset, uint64_t size, const std::stri
 }
 
 ZipArchive::Directory ZipArchive::find_directory() const {
-  const uint64_t tail_size = std::min(size_, kEndRecordSize + kLongestComment);
-  const uint64_t tail_start = size_ - tail_size;
-  const std::string tail = bytes_at(tail_start, tail_size, "the archive's end");
+  const uint64_t tail_size = std::min(size_, kZip64LocatorSize + kEndRecordSize + kLongestComment);
+  const std::string tail = bytes_at(size_ - tail_size, tail_size, "the archive's end");
   const size_t found = tail.rfind(kEndSignature);
   if (found == std::string::npos || tail.size() - found < kEndRecordSize) {
     throw DataError(
         place(size_) + ": the end of a zip archive was expected here and is not there",
         "the file is truncated, or no zip file as npz and .pt files (since PyTorch 1.6) are");
   }
-  const uint64_t start = tail_start + found;
-  const uint64_t count = number(tail, found + 10, 2);
-  const Directory directory{
-      .offset = number(tail, found + 16, 4), .size = number(tail, found + 12, 4), .count = count};
-  const bool zip64 =
-      count == kSaturated16 || directory.size == kSaturated32 || directory.offset == kSaturated32;
-  return zip64 ? find_zip64_directory(start) : directory;
-}
-
-ZipArchive::Directory ZipArchive::find_zip64_directory(uint64_t end_record) const {
-  const uint64_t locator_start = end_record - std::min(end_record, kZip64LocatorSize);
-  const std::string locator = bytes_at(locator_start, kZip64LocatorSize, "the zip64 locator");
-  if (!locator.starts_with(kZip64LocatorSignature)) {
-    throw DataError(place(locator_start) +
-                    ": expected a zip64 locator (PK 06 07): the archive is damaged");
+  const bool is_zip64 = found >= kZip64LocatorSize &&
+                        tail.compare(found - kZip64LocatorSize, kZip64LocatorSignature.size(),
+                                     kZip64LocatorSignature) == 0;
+  if (!is_zip64) {
+    return {.offset = number(tail, found + 16, 4),
+            .size = number(tail, found + 12, 4),
+            .count = number(tail, found + 10, 2)};
   }
-  const uint64_t record_start = number(locator, 8, 8);
+  const uint64_t record_start = number(tail, found - kZip64LocatorSize + 8, 8);
   const std::string record = bytes_at(record_start, kZip64RecordSize, "the zip64 end record");
   if (!record.starts_with(kZip64RecordSignature)) {
     throw DataError(place(record_start) +
@@ -152,10 +142,6 @@ void ZipArchive::read_directory(const Directory& directory) {
     members_.push_back(std::move(member));
     position += entry_size;
   }
-}
-
-std::unique_ptr<ContentReader> ZipArchive::open(const ZipMember& member) const {
-  return std::make_unique<ContentReader>(path_, place_of(member));
 }
 
 ContentOptions ZipArchive::place_of(const ZipMember& member) const {

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -33,9 +32,8 @@ class ZipArchive {
                       std::optional<uint64_t> size = {});
 
   const std::vector<ZipMember>& members() const { return members_; }
-  /// A reader of the member's content, whose checksum expect_end() compares.
-  std::unique_ptr<ContentReader> open(const ZipMember& member) const;
-  /// Where its content lies in the file, for a ContentReader.
+  /// Where its content lies in the file, for a ContentReader, whose expect_end() compares the
+  /// checksum.
   ContentOptions place_of(const ZipMember& member) const;
 
  private:
@@ -48,7 +46,6 @@ class ZipArchive {
   std::string place(uint64_t offset) const;
   std::string bytes_at(uint64_t offset, uint64_t size, const std::string& what) const;
   Directory find_directory() const;
-  Directory find_zip64_directory(uint64_t end_record) const;
   void read_directory(const Directory& directory);
 
   std::filesystem::path path_;
