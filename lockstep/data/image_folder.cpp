@@ -1,7 +1,6 @@
 #include "lockstep/data/image_folder.h"
 
 #include <ATen/ops/_upsample_bilinear2d_aa.h>
-#include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
@@ -28,11 +27,8 @@ namespace {
 
 /// What torchvision would read and we do not.
 bool is_foreign_image(const fs::path& path) {
-  const std::string extension = to_lower(path.extension().string());
-  for (const char* other : {".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"}) {
-    if (extension == other) return true;
-  }
-  return false;
+  static const std::set<std::string> known{".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"};
+  return known.contains(to_lower(path.extension().string()));
 }
 
 /// A walk through it would not end, and would give images of the outer folder the inner one's
@@ -153,20 +149,15 @@ class ImageSource : public SampleSource {
 
   /// [3, crop, crop], a view of a larger image.
   at::Tensor cropped(const fs::path& path) const {
-    RgbImage image = read_image(path);
-    const int64_t height = image.height, width = image.width;
-    at::Tensor pixels =
-        at::from_blob(image.pixels.data(), {1, 3, height, width},
-                      {height * width * 3, 1, width * 3, 3}, at::TensorOptions(at::kByte));
+    const at::Tensor image = read_image(path);
+    const int64_t height = image.size(0), width = image.size(1);
+    at::Tensor pixels = image.unsqueeze(0).permute({0, 3, 1, 2});
     const int64_t shorter = std::min(height, width), longer = std::max(height, width);
     const int64_t other = options_.resize * longer / shorter;
     const int64_t to_height = height <= width ? options_.resize : other;
     const int64_t to_width = height <= width ? other : options_.resize;
-    // Where nothing changes, the view's memory goes with `image`.
-    pixels = to_height == height && to_width == width
-                 ? pixels.clone()
-                 : at::_upsample_bilinear2d_aa(pixels, {to_height, to_width},
-                                               /*align_corners=*/false);
+    if (to_height != height || to_width != width)
+      pixels = at::_upsample_bilinear2d_aa(pixels, {to_height, to_width}, /*align_corners=*/false);
     const int64_t top = rounded_half(to_height - options_.crop);
     const int64_t left = rounded_half(to_width - options_.crop);
     return pixels[0].narrow(1, top, options_.crop).narrow(2, left, options_.crop);

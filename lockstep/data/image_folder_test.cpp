@@ -90,10 +90,10 @@ std::string jpeg(int width, int height, int channels, J_COLOR_SPACE space, std::
 TEST(Jpeg, ColoursGreyAndInksBecomeRgb) {
   // Even areas survive the compression at best quality but for roundings.
   const auto first_pixel = [](const std::string& file) {
-    const RgbImage image = decode_jpeg(file, "a.jpg");
-    EXPECT_EQ(image.width, 24);
-    EXPECT_EQ(image.height, 16);
-    return std::vector<int>(image.pixels.begin(), image.pixels.begin() + 3);
+    const at::Tensor image = decode_jpeg(file, "a.jpg");
+    EXPECT_EQ(image.sizes(), at::IntArrayRef({16, 24, 3}));
+    const auto* pixels = image.const_data_ptr<uint8_t>();
+    return std::vector<int>(pixels, pixels + 3);
   };
   const auto area = [](std::initializer_list<int> color) {
     std::string bytes;
@@ -124,7 +124,11 @@ TEST(Jpeg, DamagedOnesAreNamed) {
 }
 
 TEST(Png, EveryKindOfPixelBecomesRgb) {
-  const auto pixels = [](const std::string& file) { return decode_png(file, "a.png").pixels; };
+  const auto pixels = [](const std::string& file) {
+    const at::Tensor image = decode_png(file, "a.png");
+    const auto* first = image.const_data_ptr<uint8_t>();
+    return std::vector<uint8_t>(first, first + image.numel());
+  };
   const std::string colors = pattern(4 * 2 * 3);
   EXPECT_EQ(pixels(png(4, 2, colors)), std::vector<uint8_t>(colors.begin(), colors.end()));
   EXPECT_EQ(pixels(png(2, 1, "\x10\x80", 0)), bytes_of({16, 16, 16, 128, 128, 128}));
@@ -346,10 +350,9 @@ TEST_F(ImageFolder, ImagesThatCannotBeReadAreNamedAtTheStartOrSkipped) {
 }
 
 TEST(RgbImage, AbsurdSizesAreRefused) {
-  RgbImage image;
-  EXPECT_THAT(complaint<DataError>([&] { image.resize(1 << 30, 1 << 30, "a.png"); }),
+  EXPECT_THAT(complaint<DataError>([&] { empty_image(1 << 30, 1 << 30, "a.png"); }),
               HasSubstr("a.png: an image of 1073741824 x 1073741824 pixels"));
-  EXPECT_THAT(complaint<DataError>([&] { image.resize(0, 5, "a.png"); }), HasSubstr("5 x 0"));
+  EXPECT_THAT(complaint<DataError>([&] { empty_image(0, 5, "a.png"); }), HasSubstr("5 x 0"));
 }
 
 }  // namespace image_folder_test

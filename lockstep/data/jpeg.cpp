@@ -47,7 +47,7 @@ void from_cmyk(const std::vector<uint8_t>& row, uint8_t* to, int64_t width) {
 
 /// Everything between two jumps. What it makes belongs to the caller.
 bool decode(jpeg_decompress_struct& decoder, Errors& errors, std::string_view bytes,
-            const std::string& name, RgbImage& image, std::vector<uint8_t>& row) {
+            const std::string& name, at::Tensor& image, std::vector<uint8_t>& row) {
   if (setjmp(errors.jump) != 0) return false;
   jpeg_create_decompress(&decoder);
   jpeg_mem_src(&decoder, reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size());
@@ -55,13 +55,15 @@ bool decode(jpeg_decompress_struct& decoder, Errors& errors, std::string_view by
   const bool inks = decoder.jpeg_color_space == JCS_CMYK || decoder.jpeg_color_space == JCS_YCCK;
   decoder.out_color_space = inks ? JCS_CMYK : JCS_RGB;
   jpeg_start_decompress(&decoder);
-  image.resize(decoder.output_height, decoder.output_width, name);
-  row.resize(inks ? 4 * static_cast<size_t>(image.width) : 0);
+  image = empty_image(decoder.output_height, decoder.output_width, name);
+  const int64_t width = decoder.output_width;
+  auto* to = image.mutable_data_ptr<uint8_t>();
+  row.resize(inks ? 4 * static_cast<size_t>(width) : 0);
   while (decoder.output_scanline < decoder.output_height) {
-    uint8_t* to = image.pixels.data() + 3 * image.width * decoder.output_scanline;
     JSAMPROW line = inks ? row.data() : to;
     jpeg_read_scanlines(&decoder, &line, 1);
-    if (inks) from_cmyk(row, to, image.width);
+    if (inks) from_cmyk(row, to, width);
+    to += 3 * width;
   }
   jpeg_finish_decompress(&decoder);
   return true;
@@ -69,14 +71,14 @@ bool decode(jpeg_decompress_struct& decoder, Errors& errors, std::string_view by
 
 }  // namespace
 
-RgbImage decode_jpeg(std::string_view bytes, const std::string& name) {
+at::Tensor decode_jpeg(std::string_view bytes, const std::string& name) {
   jpeg_decompress_struct decoder{};
   const std::shared_ptr<void> end(nullptr, [&](void*) { jpeg_destroy_decompress(&decoder); });
   Errors errors;
   decoder.err = jpeg_std_error(&errors.base);
   errors.base.error_exit = on_error;
   errors.base.emit_message = on_message;
-  RgbImage image;
+  at::Tensor image;
   std::vector<uint8_t> row;
   const bool done = decode(decoder, errors, bytes, name, image, row);
   if (!done) throw DataError(name + ": the JPEG is damaged: " + errors.message);

@@ -49,31 +49,27 @@ void ask_for_rgb(png_structp decoder, png_infop info) {
   } else {
     png_set_strip_16(decoder);
   }
-  png_set_packing(decoder);
-  const int color = png_get_color_type(decoder, info);
-  if (color == PNG_COLOR_TYPE_PALETTE) png_set_palette_to_rgb(decoder);
-  if (color == PNG_COLOR_TYPE_GRAY && png_get_bit_depth(decoder, info) < 8) {
-    png_set_expand_gray_1_2_4_to_8(decoder);
-  }
-  if ((color & PNG_COLOR_MASK_COLOR) == 0) png_set_gray_to_rgb(decoder);
+  png_set_expand(decoder);
+  png_set_gray_to_rgb(decoder);
   png_set_strip_alpha(decoder);
 }
 
 /// Everything between two jumps. What it makes belongs to the caller.
-bool decode(png_structp decoder, png_infop info, const std::string& name, RgbImage& image,
+bool decode(png_structp decoder, png_infop info, const std::string& name, at::Tensor& image,
             std::vector<png_bytep>& rows) {
   if (setjmp(png_jmpbuf(decoder)) != 0) return false;
   png_read_info(decoder, info);
   ask_for_rgb(decoder, info);
   png_set_interlace_handling(decoder);
   png_read_update_info(decoder, info);
-  image.resize(png_get_image_height(decoder, info), png_get_image_width(decoder, info), name);
-  if (png_get_rowbytes(decoder, info) != 3 * static_cast<size_t>(image.width)) {
+  const size_t height = png_get_image_height(decoder, info);
+  const size_t row = 3 * size_t{png_get_image_width(decoder, info)};
+  image = empty_image(static_cast<int64_t>(height), static_cast<int64_t>(row / 3), name);
+  if (png_get_rowbytes(decoder, info) != row) {
     png_error(decoder, "rows of another size than three bytes a pixel");
   }
-  for (int64_t y = 0; y < image.height; ++y) {
-    rows.push_back(image.pixels.data() + 3 * image.width * y);
-  }
+  auto* to = image.mutable_data_ptr<uint8_t>();
+  for (size_t y = 0; y < height; ++y, to += row) rows.push_back(to);
   png_read_image(decoder, rows.data());
   png_read_end(decoder, nullptr);
   return true;
@@ -81,14 +77,14 @@ bool decode(png_structp decoder, png_infop info, const std::string& name, RgbIma
 
 }  // namespace
 
-RgbImage decode_png(std::string_view bytes, const std::string& name) {
+at::Tensor decode_png(std::string_view bytes, const std::string& name) {
   Reading reading{bytes};
   png_structp decoder =
       png_create_read_struct(PNG_LIBPNG_VER_STRING, &reading, on_error, on_warning);
   png_infop info = decoder ? png_create_info_struct(decoder) : nullptr;
   const std::shared_ptr<void> end(
       nullptr, [&](void*) { png_destroy_read_struct(&decoder, &info, nullptr); });
-  RgbImage image;
+  at::Tensor image;
   std::vector<png_bytep> rows;
   if (info) png_set_read_fn(decoder, &reading, read_bytes);
   const bool done = info && decode(decoder, info, name, image, rows);

@@ -1,23 +1,23 @@
 #include "lockstep/data/rgb_image.h"
 
+#include <ATen/ops/empty.h>
+
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/base/text.h"
 
 namespace lockstep {
 
-void RgbImage::resize(int64_t new_height, int64_t new_width, const std::string& name) {
+at::Tensor empty_image(int64_t height, int64_t width, const std::string& name) {
   constexpr int64_t kMostPixels = int64_t{1} << 28;
-  if (new_height < 1 || new_width < 1 || new_height > kMostPixels / new_width) {
-    throw DataError(name + ": an image of " + std::to_string(new_width) + " x " +
-                    std::to_string(new_height) + " pixels; expected 1 to 268,435,456 of them");
+  if (height < 1 || width < 1 || height > kMostPixels / width) {
+    throw DataError(name + ": an image of " + std::to_string(width) + " x " +
+                    std::to_string(height) + " pixels; expected 1 to 268,435,456 of them");
   }
-  height = new_height;
-  width = new_width;
-  pixels.resize(static_cast<size_t>(height * width * 3));
+  return at::empty({height, width, 3}, at::kByte);
 }
 
-RgbImage read_image(const std::filesystem::path& path) {
+at::Tensor read_image(const std::filesystem::path& path) {
   constexpr size_t kMostBytes = size_t{1} << 30;
   const std::string bytes = read_file(path, kMostBytes);
   if (bytes.starts_with("\xFF\xD8\xFF")) return decode_jpeg(bytes, path.string());
