@@ -1,30 +1,13 @@
 #include "lockstep/data/pickle.h"
 
-#include <algorithm>
 #include <bit>
-#include <cstring>
+#include <cstdlib>
 #include <unordered_map>
 
 namespace lockstep {
 namespace {
 
 using Kind = PickleValue::Kind;
-
-/// Its bytes follow their number, of `size` bytes.
-struct TextOp {
-  uint8_t op;
-  Kind kind;
-  size_t size;
-};
-constexpr TextOp kTexts[] = {
-    {'X', Kind::text, 4},    // BINUNICODE
-    {0x8c, Kind::text, 1},   // SHORT_BINUNICODE
-    {0x8d, Kind::text, 8},   // BINUNICODE8
-    {'B', Kind::bytes, 4},   // BINBYTES
-    {'C', Kind::bytes, 1},   // SHORT_BINBYTES
-    {0x8e, Kind::bytes, 8},  // BINBYTES8
-    {0x96, Kind::bytes, 8},  // BYTEARRAY8
-};
 
 class PickleReader {
  public:
@@ -37,7 +20,7 @@ class PickleReader {
       start_ = offset_;
       const auto op = static_cast<uint8_t>(number(1));
       if (op == '.') break;  // STOP
-      if (!read_scalar(op) && !read_container(op) && !read_object(op)) read_memo(op);
+      run(op);
       if (stack_.size() > kMost || pickle_.values.size() > kMost)
         fail("more than 20 million values");
     }
@@ -101,42 +84,138 @@ class PickleReader {
     return items;
   }
 
-  bool read_scalar(uint8_t op) {
+  std::vector<const PickleValue*> pop_several(size_t size) {
+    std::vector<const PickleValue*> items(size);
+    for (size_t i = size; i > 0; --i) items[i - 1] = pop();
+    return items;
+  }
+
+  void run(uint8_t op) {
     switch (op) {
       case 'N':  // NONE
-        push(Kind::none);
-        return true;
+        return push_text(Kind::none, 0);
       case 0x88:  // NEWTRUE
       case 0x89:  // NEWFALSE
         push(Kind::boolean).integer = op == 0x88;
-        return true;
+        return;
       case 'K':  // BININT1
+        return push_integer(static_cast<int64_t>(number(1)));
       case 'M':  // BININT2
-        push_integer(static_cast<int64_t>(number(op == 'K' ? 1 : 2)));
-        return true;
+        return push_integer(static_cast<int64_t>(number(2)));
       case 'J':  // BININT
-        push_integer(static_cast<int32_t>(number(4)));
-        return true;
+        return push_long(take(4));
       case 0x8a:  // LONG1
+        return push_long(take(number(1)));
       case 0x8b:  // LONG4
-        push_long(take(number(op == 0x8a ? 1 : 4)));
-        return true;
+        return push_long(take(number(4)));
       case 'G':  // BINFLOAT
         push(Kind::real).real = big_endian_double();
-        return true;
+        return;
+      case 'X':  // BINUNICODE
+        return push_text(Kind::text, 4);
+      case 0x8c:  // SHORT_BINUNICODE
+        return push_text(Kind::text, 1);
+      case 0x8d:  // BINUNICODE8
+        return push_text(Kind::text, 8);
+      case 'B':  // BINBYTES
+        return push_text(Kind::bytes, 4);
+      case 'C':  // SHORT_BINBYTES
+        return push_text(Kind::bytes, 1);
+      case 0x8e:  // BINBYTES8
+      case 0x96:  // BYTEARRAY8
+        return push_text(Kind::bytes, 8);
+      case '(':  // MARK
+        marks_.push_back(stack_.size());
+        return;
+      case '1':  // POP_MARK
+        pop_items();
+        return;
+      case ')':   // EMPTY_TUPLE
+      case ']':   // EMPTY_LIST
+      case 0x8f:  // EMPTY_SET
+        return push_text(Kind::sequence, 0);
+      case '}':  // EMPTY_DICT
+        return push_text(Kind::dict, 0);
+      case 't':   // TUPLE
+      case 0x91:  // FROZENSET
+        return push_sequence(pop_items());
+      case 0x85:  // TUPLE1
+      case 0x86:  // TUPLE2
+      case 0x87:  // TUPLE3
+        return push_sequence(pop_several(op - 0x84u));
+      case 'a':  // APPEND
+        return add_items({pop()});
+      case 'e':   // APPENDS
+      case 0x90:  // ADDITEMS
+        return add_items(pop_items());
+      case 's':  // SETITEM
+        return add_entries(pop_several(2));
+      case 'u':  // SETITEMS
+        return add_entries(pop_items());
       default:
-        return read_text(op);
+        return run_object(op);
     }
   }
 
-  bool read_text(uint8_t op) {
-    const auto found = std::find_if(std::begin(kTexts), std::end(kTexts),
-                                    [&](const TextOp& text) { return text.op == op; });
-    if (found == std::end(kTexts)) return false;
-    push(found->kind).text = take(number(found->size));
-    return true;
+  void run_object(uint8_t op) {
+    switch (op) {
+      case 'c': {  // GLOBAL
+        const std::string module(line());
+        return push_global(module, line());
+      }
+      case 0x93: {  // STACK_GLOBAL
+        const auto names = pop_several(2);
+        return push_global(names[0]->text, names[1]->text);
+      }
+      case 'R':   // REDUCE
+      case 0x81:  // NEWOBJ
+        return make_object(pop_several(2));
+      case 0x92:  // NEWOBJ_EX
+        return make_object(pop_several(3));
+      case 'Q': {  // BINPERSID
+        const PickleValue* const id = pop();
+        PickleValue& made = push(Kind::object);
+        made.text = "persistent";
+        made.items = {id};
+        return;
+      }
+      case 'b': {  // BUILD
+        const PickleValue* const state = pop();
+        top().state = state;
+        return;
+      }
+      case 0x80: {  // PROTO
+        const uint64_t protocol = number(1);
+        if (protocol < 2 || protocol > 5)
+          fail("a pickle of protocol " + std::to_string(protocol) + "; expected 2 to 5");
+        return;
+      }
+      case 0x95:  // FRAME
+        take(8);
+        return;
+      case '0':  // POP
+        pop();
+        return;
+      case 'q':  // BINPUT
+        return put(number(1));
+      case 'r':  // LONG_BINPUT
+        return put(number(4));
+      case 0x94:  // MEMOIZE
+        return put(memo_.size());
+      case 'h':  // BINGET
+        return get(number(1));
+      case 'j':  // LONG_BINGET
+        return get(number(4));
+      default:
+        fail("an operation of pickle (" + std::to_string(op) + ") that no file of tensors needs");
+    }
   }
 
+  /// A value whose bytes, if any, follow their number of `size` bytes.
+  void push_text(Kind kind, size_t size) {
+    const std::string_view text = take(number(size));
+    push(kind).text = text;
+  }
   /// In two's complement, little-endian. What int64 cannot hold is rounded to a double.
   void push_long(std::string_view bytes) {
     const bool is_negative = !bytes.empty() && static_cast<int8_t>(bytes.back()) < 0;
@@ -155,58 +234,8 @@ class PickleReader {
     return std::bit_cast<double>(bits);
   }
 
-  bool read_container(uint8_t op) {
-    switch (op) {
-      case '(':  // MARK
-        marks_.push_back(stack_.size());
-        return true;
-      case '1':  // POP_MARK
-        pop_items();
-        return true;
-      case ')':   // EMPTY_TUPLE
-      case ']':   // EMPTY_LIST
-      case 0x8f:  // EMPTY_SET
-        push(Kind::sequence);
-        return true;
-      case '}':  // EMPTY_DICT
-        push(Kind::dict);
-        return true;
-      case 't':   // TUPLE
-      case 0x91:  // FROZENSET
-        push_sequence(pop_items());
-        return true;
-      case 0x85:  // TUPLE1
-      case 0x86:  // TUPLE2
-      case 0x87:  // TUPLE3
-        push_tuple(op - 0x84u);
-        return true;
-      case 'a':  // APPEND
-        add_items({pop()});
-        return true;
-      case 'e':   // APPENDS
-      case 0x90:  // ADDITEMS
-        add_items(pop_items());
-        return true;
-      case 's': {  // SETITEM
-        const PickleValue* const value = pop();
-        add_entries({pop(), value});
-        return true;
-      }
-      case 'u':  // SETITEMS
-        add_entries(pop_items());
-        return true;
-      default:
-        return false;
-    }
-  }
-
   void push_sequence(std::vector<const PickleValue*> items) {
     push(Kind::sequence).items = std::move(items);
-  }
-  void push_tuple(size_t size) {
-    std::vector<const PickleValue*> items(size);
-    for (size_t i = size; i > 0; --i) items[i - 1] = pop();
-    push_sequence(std::move(items));
   }
   void add_items(const std::vector<const PickleValue*>& items) {
     PickleValue& to = top();
@@ -220,46 +249,12 @@ class PickleReader {
     for (size_t i = 0; i < items.size(); i += 2) to.entries.emplace_back(items[i], items[i + 1]);
   }
 
-  bool read_object(uint8_t op) {
-    switch (op) {
-      case 'c': {  // GLOBAL
-        const std::string module(line());
-        push(Kind::global).text = module + "." + std::string(line());
-        return true;
-      }
-      case 0x93: {  // STACK_GLOBAL
-        const PickleValue* const name = pop();
-        const PickleValue* const module = pop();
-        push(Kind::global).text = module->text + "." + name->text;
-        return true;
-      }
-      case 'R':     // REDUCE
-      case 0x81:    // NEWOBJ
-      case 0x92: {  // NEWOBJ_EX
-        const PickleValue* const named = op == 0x92 ? pop() : nullptr;
-        const PickleValue* const arguments = pop();
-        make_object(*pop(), *arguments);
-        if (named != nullptr) top().entries = named->entries;
-        return true;
-      }
-      case 'Q': {  // BINPERSID
-        const PickleValue* const id = pop();
-        PickleValue& made = push(Kind::object);
-        made.text = "persistent";
-        made.items = {id};
-        return true;
-      }
-      case 'b': {  // BUILD
-        const PickleValue* const state = pop();
-        top().state = state;
-        return true;
-      }
-      default:
-        return false;
-    }
+  void push_global(std::string_view module, std::string_view name) {
+    push(Kind::global).text = std::string(module) + "." + std::string(name);
   }
-
-  void make_object(const PickleValue& callable, const PickleValue& arguments) {
+  /// A class, its arguments, and those that have names, if there are any.
+  void make_object(const std::vector<const PickleValue*>& parts) {
+    const PickleValue &callable = *parts[0], &arguments = *parts[1];
     if (callable.kind != Kind::global || arguments.kind != Kind::sequence)
       fail("expected a class and its arguments");
     const bool is_dict =
@@ -268,43 +263,14 @@ class PickleReader {
     made.text = callable.text;
     if (!is_dict) {
       made.items = arguments.items;
-      return;
+    } else if (!arguments.items.empty()) {
+      for (const PickleValue* pair : arguments.items[0]->items)
+        if (pair->items.size() == 2) made.entries.emplace_back(pair->items[0], pair->items[1]);
     }
-    if (arguments.items.empty()) return;
-    for (const PickleValue* pair : arguments.items[0]->items) {
-      if (pair->items.size() == 2) made.entries.emplace_back(pair->items[0], pair->items[1]);
-    }
+    if (parts.size() == 3) made.entries = parts[2]->entries;
   }
 
-  void read_memo(uint8_t op) {
-    switch (op) {
-      case 0x80: {  // PROTO
-        const uint64_t protocol = number(1);
-        if (protocol < 2 || protocol > 5)
-          fail("a pickle of protocol " + std::to_string(protocol) + "; expected 2 to 5");
-        return;
-      }
-      case 0x95:  // FRAME
-        take(8);
-        return;
-      case '0':  // POP
-        pop();
-        return;
-      case 'q':  // BINPUT
-      case 'r':  // LONG_BINPUT
-        memo_[number(op == 'q' ? 1 : 4)] = &top();
-        return;
-      case 0x94:  // MEMOIZE
-        memo_[memo_.size()] = &top();
-        return;
-      case 'h':  // BINGET
-      case 'j':  // LONG_BINGET
-        get(number(op == 'h' ? 1 : 4));
-        return;
-      default:
-        fail("an operation of pickle (" + std::to_string(op) + ") that no file of tensors needs");
-    }
-  }
+  void put(uint64_t index) { memo_[index] = &top(); }
   void get(uint64_t index) {
     const auto found = memo_.find(index);
     if (found == memo_.end()) fail("nothing was noted as number " + std::to_string(index));
