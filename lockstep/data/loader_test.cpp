@@ -146,6 +146,9 @@ TEST(DataLoader, OddRowsAndNoRowsDimensionsWork) {
   TensorDataset scalars{"scalars", at::rand({20}), at::rand({20}), 0};
   DataLoader one(scalars, sampler_for(20, false), {}, {.batch_size = 20});
   EXPECT_TRUE(at::equal(copy_of(one.epoch(0)).data.at(0), scalars.data));
+  const at::Tensor shorts = at::arange(20).to(at::kUInt16);
+  DataLoader unsigned_ones(TensorDataset{"unsigned", shorts, shorts, 0}, sampler_for(20, false));
+  EXPECT_TRUE(at::equal(copy_of(unsigned_ones.epoch(0)).data.at(0), shorts));
 }
 
 TEST(DataLoader, WorkersDoNotChangeTheResult) {

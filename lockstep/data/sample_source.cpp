@@ -56,9 +56,10 @@ class TensorSource : public SampleSource {
     // The list is only read.
     const at::Tensor rows =
         at::from_blob(const_cast<int64_t*>(indices.data()), std::ssize(indices), at::kLong);
-    at::Tensor to_data = data, to_target = target;
-    at::index_select_out(to_data, dataset_.data, 0, rows);
-    at::index_select_out(to_target, dataset_.targets, 0, rows);
+    // With one more dimension rows are copied as bytes, whatever their dtype.
+    at::Tensor to_data = data.unsqueeze(-1), to_target = target.unsqueeze(-1);
+    at::index_select_out(to_data, dataset_.data.unsqueeze(-1), 0, rows);
+    at::index_select_out(to_target, dataset_.targets.unsqueeze(-1), 0, rows);
   }
 
  private:
