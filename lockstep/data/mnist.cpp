@@ -6,6 +6,7 @@
 #include "lockstep/base/log.h"
 #include "lockstep/data/download.h"
 #include "lockstep/data/idx.h"
+#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -16,29 +17,25 @@ constexpr int64_t kMnistClasses = 10;
 
 using Unpacked = std::map<fs::path, std::span<const std::byte>>;
 
-/// `what`: images or labels, of `dim` dimensions.
-at::Tensor load_bytes(const fs::path& path, const Unpacked& unpacked, const char* what,
-                      int64_t dim) {
+/// `what`: images or labels, each of this shape.
+at::Tensor load_bytes(const fs::path& path, const Unpacked& unpacked, const std::string& what,
+                      at::IntArrayRef shape) {
   const auto found = unpacked.find(path);
   if (found != unpacked.end()) log_debug("taken as it was unpacked before: " + path.string());
   const at::Tensor bytes = found == unpacked.end() ? load_idx(path) : load_idx(path, found->second);
-  if (bytes.dim() == dim) return bytes;
-  throw DataError(path.string() + ", byte 3: has " + std::to_string(bytes.dim()) +
-                      " dimensions; expected " + what + ", which have " + std::to_string(dim),
-                  "are the files of images and labels exchanged?");
-}
-
-at::Tensor load_images(const fs::path& path, const Unpacked& unpacked) {
-  at::Tensor images = load_bytes(path, unpacked, "images", 3);
-  if (images.size(1) != kMnistSide || images.size(2) != kMnistSide) {
-    throw DataError(path.string() + ", byte 8: images of " + std::to_string(images.size(1)) +
-                    " x " + std::to_string(images.size(2)) + "; expected 28 x 28");
-  }
-  return images;
+  const auto dims = static_cast<int64_t>(shape.size()) + 1;
+  if (bytes.dim() != dims)
+    throw DataError(path.string() + ", byte 3: has " + std::to_string(bytes.dim()) +
+                        " dimensions; expected " + what + ", which have " + std::to_string(dims),
+                    "are the files of images and labels exchanged?");
+  if (bytes.sizes().slice(1) != shape)
+    throw DataError(path.string() + ", byte 8: " + what + " of " +
+                    shape_text(bytes.sizes().slice(1)) + "; expected " + shape_text(shape));
+  return bytes;
 }
 
 at::Tensor load_labels(const fs::path& path, const Unpacked& unpacked) {
-  const at::Tensor labels = load_bytes(path, unpacked, "labels", 1);
+  const at::Tensor labels = load_bytes(path, unpacked, "labels", {});
   const auto* values = labels.const_data_ptr<uint8_t>();
   const auto* end = values + labels.numel();
   const auto* wrong =
@@ -56,7 +53,7 @@ TensorDataset load_part(const std::string& name, const fs::path& images_path,
                         const fs::path& labels_path, const Unpacked& unpacked) {
   TensorDataset part;
   part.name = name;
-  part.data = load_images(images_path, unpacked);
+  part.data = load_bytes(images_path, unpacked, "images", {kMnistSide, kMnistSide});
   part.targets = load_labels(labels_path, unpacked);
   part.num_classes = kMnistClasses;
   if (part.data.size(0) != part.targets.size(0)) {
