@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <map>
 #include <set>
 #include <utility>
@@ -38,7 +37,7 @@ class GroupLink final : public StageLink {
 
   void begin(std::vector<ShapeKey> keys) override {
     receives_.clear();
-    waiting_.clear();
+    late_.clear();
     sent_.clear();
     batch_.clear();
     works_of_batch_.clear();
@@ -49,22 +48,15 @@ class GroupLink final : public StageLink {
     }
   }
   void send(const ParcelId& id, const at::Tensor& tensor) override {
+    if (!tensor.defined()) return;
     const bool forward = id.kind == Parcel::activation;
     if (forward) announce(id, tensor);
     add(P2POp::Kind::send, tensor.detach().contiguous(), id.stage,
         tag_of(id.stage, forward ? kActivation : kGradient), nullptr);
   }
   void expect(const ParcelId& id) override {
-    Receive& receive = receives_[id];
-    const bool forward = id.kind == Parcel::activation;
-    if (forward && known(id) == nullptr && headers_.insert(boundary(id)).second) {
-      receive.header = at::empty({static_cast<int64_t>(kHeaderNumbers)},
-                                 at::TensorOptions(device_).dtype(at::kLong));
-      add(P2POp::Kind::recv, receive.header, id.stage - 1, tag_of(id.stage, kHeader),
-          &receive.header_work);
-    }
-    waiting_[{id.kind, id.stage}].push_back(id);
-    advance(id.kind, id.stage);
+    if (known(id) == nullptr) late_.insert({id.kind, id.stage});
+    if (!late_.contains({id.kind, id.stage})) receive(id);
   }
   void flush() override {
     if (batch_.empty()) return;
@@ -77,26 +69,17 @@ class GroupLink final : public StageLink {
     works_of_batch_.clear();
   }
   at::Tensor take(const ParcelId& id) override {
-    Receive& receive = receives_[id];
-    if (receive.header.defined()) {
-      receive.header_work.wait();
-      const at::Tensor header = receive.header.cpu();
-      const int64_t* numbers = header.const_data_ptr<int64_t>();
-      shapes_.try_emplace(boundary(id), Shape{{numbers + 3, numbers + 3 + numbers[2]},
-                                              static_cast<at::ScalarType>(numbers[0]),
-                                              numbers[1] != 0});
-    }
+    if (known(id) == nullptr) receive_shape(id);
     const Shape& shape = *known(id);
     if (id.kind == Parcel::gradient && !shape.needs_gradient) return {};
-    if (!receive.data.defined()) {
-      advance(id.kind, id.stage);
+    if (!receives_.contains(id)) {
+      receive(id);
       flush();
     }
-    receive.data_work.wait();
-    at::Tensor tensor = std::move(receive.data);
-    receives_.erase(id);
-    if (id.kind == Parcel::activation) tensor.set_requires_grad(shape.needs_gradient);
-    return tensor;
+    const Receive received = receives_.extract(id).mapped();
+    received.work.wait();
+    const bool is_leaf = id.kind == Parcel::activation && shape.needs_gradient;
+    return at::Tensor(received.data).set_requires_grad(is_leaf);
   }
   void finish() override {
     for (const Work& work : sent_) work.wait();
@@ -111,10 +94,8 @@ class GroupLink final : public StageLink {
     bool operator==(const Shape&) const = default;
   };
   struct Receive {
-    at::Tensor header;
     at::Tensor data;
-    Work header_work;
-    Work data_work;
+    Work work;
   };
   /// A key of this link's own, and the stage that makes the activation.
   using Boundary = std::pair<int, int>;
@@ -151,21 +132,27 @@ class GroupLink final : public StageLink {
     add(P2POp::Kind::send, at::tensor(numbers, at::kLong).to(device_), id.stage,
         tag_of(id.stage, kHeader), nullptr);
   }
-  /// Begins the receives of which the shape is known, up to the first where it is not.
-  void advance(Parcel kind, int stage) {
-    auto& waiting = waiting_[{kind, stage}];
-    for (; !waiting.empty(); waiting.pop_front()) {
-      const Shape* shape = known(waiting.front());
-      if (shape == nullptr) return;
-      if (kind == Parcel::gradient && !shape->needs_gradient) continue;
-      receive_data(waiting.front(), receives_[waiting.front()], *shape);
-    }
+  void receive_shape(const ParcelId& id) {
+    const at::Tensor header = at::empty({static_cast<int64_t>(kHeaderNumbers)},
+                                        at::TensorOptions(device_).dtype(at::kLong));
+    Work work;
+    add(P2POp::Kind::recv, header, id.stage - 1, tag_of(id.stage, kHeader), &work);
+    flush();
+    work.wait();
+    const at::Tensor here = header.cpu();
+    const int64_t* numbers = here.const_data_ptr<int64_t>();
+    shapes_.try_emplace(boundary(id), Shape{{numbers + 3, numbers + 3 + numbers[2]},
+                                            static_cast<at::ScalarType>(numbers[0]),
+                                            numbers[1] != 0});
   }
-  void receive_data(const ParcelId& id, Receive& receive, const Shape& shape) {
+  void receive(const ParcelId& id) {
+    const Shape& shape = *known(id);
     const bool forward = id.kind == Parcel::activation;
+    if (!forward && !shape.needs_gradient) return;
+    Receive& receive = receives_[id];
     receive.data = at::empty(shape.sizes, at::TensorOptions(device_).dtype(shape.dtype));
     add(P2POp::Kind::recv, receive.data, forward ? id.stage - 1 : id.stage + 1,
-        tag_of(id.stage, forward ? kActivation : kGradient), &receive.data_work);
+        tag_of(id.stage, forward ? kActivation : kGradient), &receive.work);
   }
   void add(P2POp::Kind kind, const at::Tensor& tensor, int stage, int tag, Work* work) {
     batch_.push_back({kind, tensor, rank_of(stage), tag});
@@ -177,11 +164,10 @@ class GroupLink final : public StageLink {
   std::map<ShapeKey, int> keys_;
   std::vector<int> key_of_;  ///< Of each micro-batch of the batch.
   std::map<Boundary, Shape> shapes_;
-  std::set<Boundary> headers_;  ///< That have been asked for.
   std::map<ParcelId, Receive> receives_;
-  /// Expected, but not begun: of one whose shape is not known yet, and all that follow it. Receives
-  /// meet sends in their order.
-  std::map<std::pair<Parcel, int>, std::deque<ParcelId>> waiting_;
+  /// Of which a shape was not known in time: `take` begins all receives of the batch. Receives meet
+  /// sends in their order.
+  std::set<std::pair<Parcel, int>> late_;
   std::vector<P2POp> batch_;
   std::vector<Work*> works_of_batch_;  ///< Where to put them; null: with those to finish.
   std::vector<Work> sent_;

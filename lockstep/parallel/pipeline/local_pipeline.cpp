@@ -8,7 +8,6 @@
 #include <exception>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
 
 #include "lockstep/base/error.h"
@@ -21,21 +20,20 @@
 namespace lockstep {
 namespace {
 
-using detail::Parcel;
 using detail::ParcelId;
 
-/// Where the threads of one process hand parcels to each other. Any thread.
-class LocalExchange {
+/// Stages in threads of one process hand parcels to each other. Any thread.
+class LocalLink final : public detail::StageLink {
  public:
-  void put(const ParcelId& id, at::Tensor tensor) {
+  void send(const ParcelId& id, const at::Tensor& tensor) override {
     {
       const std::lock_guard lock(mutex_);
-      parcels_[id] = std::move(tensor);
+      parcels_[id] = tensor;
     }
     changed_.notify_all();
   }
-  /// Blocks until it has been put. Throws what a stage has failed with.
-  at::Tensor get(const ParcelId& id) {
+  /// Throws what a stage has failed with.
+  at::Tensor take(const ParcelId& id) override {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return failure_ || parcels_.contains(id); });
     if (failure_) std::rethrow_exception(failure_);
@@ -64,33 +62,6 @@ class LocalExchange {
   std::exception_ptr failure_;
 };
 
-/// Stages in threads of one process.
-class LocalLink final : public detail::StageLink {
- public:
-  LocalLink(LocalExchange& exchange, c10::Device device) : exchange_(exchange), device_(device) {}
-
-  void begin(std::vector<detail::ShapeKey>) override { without_gradient_.clear(); }
-  void send(const ParcelId& id, const at::Tensor& tensor) override {
-    at::Tensor sent = tensor.detach();
-    if (id.kind == Parcel::activation) {
-      sent.set_requires_grad(tensor.requires_grad());
-      if (!tensor.requires_grad())
-        without_gradient_.insert({Parcel::gradient, id.stage - 1, id.micro_batch});
-    }
-    exchange_.put(id, std::move(sent));
-  }
-  at::Tensor take(const ParcelId& id) override {
-    if (without_gradient_.contains(id)) return {};
-    const at::Tensor tensor = exchange_.get(id);
-    return tensor.detach().to(device_).set_requires_grad(tensor.requires_grad());
-  }
-
- private:
-  LocalExchange& exchange_;
-  c10::Device device_;
-  std::set<ParcelId> without_gradient_;  ///< Gradients that will not come.
-};
-
 }  // namespace
 
 struct LocalPipeline::Impl {
@@ -114,27 +85,26 @@ struct LocalPipeline::Impl {
     parameters = unique_parameters(parameters);
     const auto one_forward = devices.size() > 1 ? std::make_shared<std::mutex>() : nullptr;
     for (size_t at = 0; at < devices.size(); ++at) {
-      links.push_back(std::make_unique<LocalLink>(exchange, devices[at]));
       runners.push_back(std::make_unique<detail::ScheduleRunner>(
           static_cast<int>(at), static_cast<int>(devices.size()), layers, starts,
           detail::StageOptions{devices[at], options.recompute_activations, options.forward_context,
                                one_forward},
-          *links[at]));
+          link));
     }
     threads = std::make_unique<detail::ReplicaThreads>(devices, at::get_num_threads());
   }
 
   /// Runs `task` for each device in its thread. Rethrows what failed first.
   void on_all(const std::function<void(size_t)>& task) {
-    exchange.reset();
+    link.reset();
     threads->run(devices.size(), [&](size_t at) {
       try {
         task(at);
       } catch (...) {
-        exchange.fail(std::current_exception());
+        link.fail(std::current_exception());
       }
     });
-    if (exchange.failure()) std::rethrow_exception(exchange.failure());
+    if (link.failure()) std::rethrow_exception(link.failure());
   }
 
   std::vector<c10::Device> devices;
@@ -142,8 +112,7 @@ struct LocalPipeline::Impl {
   PipelineSchedule schedule;
   std::vector<size_t> starts;
   std::vector<at::Tensor> parameters;
-  LocalExchange exchange;
-  std::vector<std::unique_ptr<LocalLink>> links;
+  LocalLink link;
   std::vector<std::unique_ptr<detail::ScheduleRunner>> runners;
   std::unique_ptr<detail::ReplicaThreads> threads;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
@@ -41,94 +42,49 @@ std::optional<int> micro_batches_per_round(int ranks, int micro_batches) {
 /// One forward and one backward in turn, in the order of PyTorch's schedules. A rank runs `per_hop`
 /// forwards ahead for each rank after it. With `zero_bubble` backward is I, and each W follows
 /// `rank` computations of I later: so all ranks keep as much as the first one.
-class InTurn {
- public:
-  InTurn(const PipelineSchedule& schedule, int rank, int per_hop, bool zero_bubble)
-      : schedule_(schedule),
-        rank_(rank),
-        per_hop_(per_hop),
-        zero_bubble_(zero_bubble),
-        // With one stage a rank there are no rounds.
-        per_round_(
-            micro_batches_per_round(schedule.num_ranks, schedule.num_micro_batches).value_or(1)),
-        forwards_(schedule.num_stages),
-        backwards_(schedule.num_stages) {}
-
-  Actions make() {
-    const int stages = schedule_.stages_per_rank();
-    const int all = stages * schedule_.num_micro_batches;
-    const int warmup =
-        std::min(all, (stages - 1) * per_round_ + per_hop_ * (schedule_.num_ranks - 1 - rank_));
-    for (int i = 0; i < warmup; ++i) add_forward(i);
-    for (int i = 0; i < all; ++i) {
-      if (warmup + i < all) add_forward(warmup + i);
-      add_backward(i);
-      if (zero_bubble_ && i >= rank_) add_weight();
-    }
-    while (zero_bubble_ && weights_ < waiting_.size()) add_weight();
-    return std::move(actions_);
+Actions in_turn(const PipelineSchedule& schedule, int rank, int per_hop, bool zero_bubble) {
+  const int stages = schedule.stages_per_rank();
+  const int all = stages * schedule.num_micro_batches;
+  // With one stage a rank there are no rounds.
+  const int per_round =
+      micro_batches_per_round(schedule.num_ranks, schedule.num_micro_batches).value_or(1);
+  const int warmup =
+      std::min(all, (stages - 1) * per_round + per_hop * (schedule.num_ranks - 1 - rank));
+  Actions actions;
+  std::map<std::pair<PipelineOp, int>, int> done;  // Of each stage, how many there are.
+  const auto add = [&](PipelineOp op, int step) {
+    const int turn = step / per_round % stages;
+    const int stage =
+        (op == PipelineOp::forward ? turn : stages - 1 - turn) * schedule.num_ranks + rank;
+    actions.push_back({stage, op, done[{op, stage}]++});
+  };
+  for (int i = 0; i < warmup; ++i) add(PipelineOp::forward, i);
+  for (int i = 0; i < all; ++i) {
+    if (warmup + i < all) add(PipelineOp::forward, warmup + i);
+    add(zero_bubble ? PipelineOp::backward_input : PipelineOp::backward, i);
+    if (zero_bubble && i >= rank) add(PipelineOp::backward_weight, i - rank);
   }
-
- private:
-  int local(int step) const { return step / per_round_ % schedule_.stages_per_rank(); }
-  int stage(int local) const { return local * schedule_.num_ranks + rank_; }
-
-  void add_forward(int step) {
-    const int at = stage(local(step));
-    actions_.push_back({at, PipelineOp::forward, forwards_[at]++});
-  }
-  void add_backward(int step) {
-    const int at = stage(schedule_.stages_per_rank() - 1 - local(step));
-    const PipelineOp op = zero_bubble_ ? PipelineOp::backward_input : PipelineOp::backward;
-    actions_.push_back({at, op, backwards_[at]++});
-    waiting_.push_back(actions_.back());
-  }
-  void add_weight() {
-    const PipelineAction& input = waiting_[weights_++];
-    actions_.push_back({input.stage, PipelineOp::backward_weight, input.micro_batch});
-  }
-
-  const PipelineSchedule& schedule_;
-  const int rank_;
-  const int per_hop_;
-  const bool zero_bubble_;
-  const int per_round_;
-  std::vector<int> forwards_;  ///< Of each stage, how many there are.
-  std::vector<int> backwards_;
-  Actions waiting_;  ///< All I, of which the first `weights_` have their W.
-  size_t weights_ = 0;
-  Actions actions_;
-};
+  for (int i = std::max(0, all - rank); zero_bubble && i < all; ++i)
+    add(PipelineOp::backward_weight, i);
+  return actions;
+}
 
 struct Kind {
   const char* name;
   int stages_per_rank;  ///< What 0 stands for.
   bool one_stage;       ///< It knows one stage a rank only.
   bool in_rounds;
-  Actions (*make)(const PipelineSchedule& schedule, int rank);
+  int per_hop;  ///< Of in_turn; 0: gpipe.
+  bool zero_bubble;
 };
 
-const std::vector<Kind>& kinds() {
-  static const std::vector<Kind> all{
-      {"gpipe", 1, false, false, gpipe},
-      {"1f1b", 1, true, false,
-       [](const PipelineSchedule& schedule, int rank) {
-         return InTurn(schedule, rank, /*per_hop=*/1, /*zero_bubble=*/false).make();
-       }},
-      {"interleaved-1f1b", 2, false, true,
-       [](const PipelineSchedule& schedule, int rank) {
-         return InTurn(schedule, rank, /*per_hop=*/2, /*zero_bubble=*/false).make();
-       }},
-      {"zero-bubble", 1, false, true,
-       [](const PipelineSchedule& schedule, int rank) {
-         return InTurn(schedule, rank, /*per_hop=*/1, /*zero_bubble=*/true).make();
-       }},
-  };
-  return all;
-}
+constexpr std::array<Kind, 4> kKinds{{{"gpipe", 1, false, false, 0, false},
+                                      {"1f1b", 1, true, false, 1, false},
+                                      {"interleaved-1f1b", 2, false, true, 2, false},
+                                      {"zero-bubble", 1, false, true, 1, true}}};
 
 const Kind& kind_of(const std::string& name) {
-  for (const Kind& kind : kinds()) {
+  for (const Kind& kind : kKinds) {
     if (kind.name == name) return kind;
   }
   throw UsageError(unknown_word("pipeline schedule", name, pipeline_schedule_names()));
@@ -163,20 +119,19 @@ Problem problem_of(const Kind& kind, const PipelineShape& shape) {
               std::to_string(shape.num_ranks) + " ranks of the pipeline"};
 }
 
-/// The message between an action's stage and the one `step` further on; none where there is no such
-/// stage or it lies on the same rank.
+/// The message between an action's stage and the one that is `step` further on in forward; none
+/// where there is no such stage or it lies on the same rank.
 std::optional<PipelineAction> message(const PipelineSchedule& schedule,
-                                      const PipelineAction& action, int step, PipelineOp op) {
-  const int other = action.stage + step;
+                                      const PipelineAction& action, int step, PipelineOp in_forward,
+                                      PipelineOp in_backward) {
+  if (!is_compute(action.op) || action.op == PipelineOp::backward_weight) return std::nullopt;
+  const bool forward = action.op == PipelineOp::forward;
+  const int other = action.stage + (forward ? step : -step);
   if (other < 0 || other >= schedule.num_stages ||
       schedule.rank_of(other) == schedule.rank_of(action.stage)) {
     return std::nullopt;
   }
-  return PipelineAction{action.stage, op, action.micro_batch};
-}
-
-bool gives_input_gradient(PipelineOp op) {
-  return op == PipelineOp::backward || op == PipelineOp::backward_input;
+  return PipelineAction{action.stage, forward ? in_forward : in_backward, action.micro_batch};
 }
 
 }  // namespace
@@ -192,7 +147,7 @@ std::string to_string(const PipelineAction& action) {
 
 std::vector<std::string> pipeline_schedule_names() {
   std::vector<std::string> names;
-  for (const Kind& kind : kinds()) names.emplace_back(kind.name);
+  for (const Kind& kind : kKinds) names.emplace_back(kind.name);
   return names;
 }
 
@@ -206,20 +161,12 @@ bool fits_pipeline_schedule(const std::string& name, const PipelineShape& shape)
 
 std::optional<PipelineAction> needed_receive(const PipelineSchedule& schedule,
                                              const PipelineAction& action) {
-  if (action.op == PipelineOp::forward) {
-    return message(schedule, action, -1, PipelineOp::recv_forward);
-  }
-  if (!gives_input_gradient(action.op)) return std::nullopt;
-  return message(schedule, action, 1, PipelineOp::recv_backward);
+  return message(schedule, action, -1, PipelineOp::recv_forward, PipelineOp::recv_backward);
 }
 
 std::optional<PipelineAction> needed_send(const PipelineSchedule& schedule,
                                           const PipelineAction& action) {
-  if (action.op == PipelineOp::forward) {
-    return message(schedule, action, 1, PipelineOp::send_forward);
-  }
-  if (!gives_input_gradient(action.op)) return std::nullopt;
-  return message(schedule, action, -1, PipelineOp::send_backward);
+  return message(schedule, action, 1, PipelineOp::send_forward, PipelineOp::send_backward);
 }
 
 void add_communication(PipelineSchedule& schedule) {
@@ -252,7 +199,9 @@ PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineS
   schedule.num_stages = shape.num_ranks * stages_per_rank_of(kind, shape);
   schedule.num_micro_batches = shape.num_micro_batches;
   for (int rank = 0; rank < shape.num_ranks; ++rank) {
-    schedule.actions.push_back(kind.make(schedule, rank));
+    schedule.actions.push_back(kind.per_hop == 0
+                                   ? gpipe(schedule, rank)
+                                   : in_turn(schedule, rank, kind.per_hop, kind.zero_bubble));
   }
   add_communication(schedule);
   return schedule;

@@ -14,8 +14,6 @@
 namespace lockstep::detail {
 namespace {
 
-using Tensors = std::vector<at::Tensor>;
-
 ShapeKey key_of(const at::Tensor& input, bool records_graph) {
   ShapeKey key = input.sizes().vec();
   key.push_back(static_cast<int64_t>(input.scalar_type()));
@@ -40,12 +38,13 @@ class Stage {
 
   const c10::Device& device() const { return options_.device; }
 
-  /// The layers, without anything kept.
-  at::Tensor run(const at::Tensor& input) const {
+  /// The layers, and the loss where there are targets, without anything kept.
+  at::Tensor run(const at::Tensor& input, const MicroBatches* batches = nullptr,
+                 int micro_batch = 0) const {
     const auto context = options_.forward_context ? options_.forward_context() : nullptr;
     at::Tensor x = input;
     for (const Layer& layer : layers_) x = layer.forward(x);
-    return x;
+    return batches == nullptr ? x : batches->loss(micro_batch, x);
   }
 
   void begin(int micro_batches) {
@@ -53,14 +52,14 @@ class Stage {
     kept_.resize(static_cast<size_t>(micro_batches));
   }
   /// `input` is a leaf. Gives the output, for the next stage: it requires a gradient when backward
-  /// wants one.
-  at::Tensor forward(int micro_batch, at::Tensor input) {
+  /// wants one. `batches`: of the last stage, which gives nothing on.
+  at::Tensor forward(int micro_batch, at::Tensor input, const MicroBatches* batches) {
     Kept& kept = this->kept(micro_batch);
     kept.input = std::move(input);
-    if (!options_.recompute_activations) {
-      kept.output = run(kept.input);
-      return kept.output;
-    }
+    kept.batches = batches;
+    if (!options_.recompute_activations) return root_of(micro_batch);
+    // Nobody waits for the output of the last stage: it is made when backward needs it.
+    if (batches != nullptr) return {};
     const auto alone = lock_forward();
     kept.state = RecordedState::record({options_.device}, /*random=*/true);
     const at::NoGradGuard no_grad;
@@ -69,14 +68,6 @@ class Stage {
                         (kept.input.requires_grad() ||
                          std::ranges::any_of(parameters_, &at::Tensor::requires_grad));
     return output.set_requires_grad(wanted);
-  }
-  /// The same on the last stage, which gives nothing on.
-  void forward_with_loss(int micro_batch, at::Tensor input, const MicroBatches& batches) {
-    Kept& kept = this->kept(micro_batch);
-    kept.input = std::move(input);
-    kept.batches = &batches;
-    // Nobody waits for the output of the last stage: it is made when backward needs it.
-    if (!options_.recompute_activations) root_of(micro_batch);
   }
   /// `gradient` is that of the output; undefined on the last stage. Gives the input's gradient,
   /// undefined when nobody wants it. `halved`: `backward_weight` does the rest.
@@ -109,30 +100,21 @@ class Stage {
     if (!options_.recompute_activations || !options_.one_forward) return {};
     return std::unique_lock(*options_.one_forward);
   }
-  /// The same forward once more: with the random numbers that it had, and without a second change
-  /// to buffers such as running means.
-  at::Tensor recompute(int micro_batch) {
-    Kept& kept = this->kept(micro_batch);
-    Tensors buffers;
-    for (const at::Tensor& buffer : buffers_) buffers.push_back(buffer.clone());
-    {
-      const RecordedState::Replay as_before(*kept.state);
-      kept.output = run(kept.input);
-    }
-    // Not counted as a change: the graph may hold them, as that of batch norm does.
-    for (size_t i = 0; i < buffers.size(); ++i) buffers_[i].variable_data().copy_(buffers[i]);
-    return kept.output;
-  }
-  /// The output, or the loss, whose graph backward is to walk.
+  /// The output, or the loss, whose graph backward is to walk. A second forward has the random
+  /// numbers of the first one, and makes no second change to buffers such as running means.
   at::Tensor root_of(int micro_batch) {
     Kept& kept = this->kept(micro_batch);
     if (kept.output.defined()) return kept.output;
     const auto alone = lock_forward();
-    if (!kept.batches) return recompute(micro_batch);
-    const auto context = options_.forward_context ? options_.forward_context() : nullptr;
-    at::Tensor x = kept.input;
-    for (const Layer& layer : layers_) x = layer.forward(x);
-    kept.output = std::exchange(kept.batches, nullptr)->loss(micro_batch, x);
+    std::optional<RecordedState::Replay> as_before;
+    std::vector<at::Tensor> before;
+    if (kept.state) {
+      as_before.emplace(*kept.state);
+      for (const at::Tensor& buffer : buffers_) before.push_back(buffer.clone());
+    }
+    kept.output = run(kept.input, kept.batches, micro_batch);
+    // Not counted as a change: the graph may hold them, as that of batch norm does.
+    for (size_t i = 0; i < before.size(); ++i) buffers_[i].variable_data().copy_(before[i]);
     return kept.output;
   }
   at::Tensor input_gradient(Kept& kept) const {
@@ -207,11 +189,8 @@ void ScheduleRunner::perform(const PipelineAction& action) {
       return stage_of(stage).backward_weight(i);
     case PipelineOp::send_forward:
       return link_.send(to_next, here_.extract(to_next).mapped());
-    case PipelineOp::send_backward: {
-      const at::Tensor gradient = here_.extract(to_before).mapped();
-      if (gradient.defined()) link_.send(to_before, gradient);
-      return;
-    }
+    case PipelineOp::send_backward:
+      return link_.send(to_before, here_.extract(to_before).mapped());
     case PipelineOp::recv_forward:
       return link_.expect({Parcel::activation, stage, i});
     case PipelineOp::recv_backward:
@@ -225,15 +204,15 @@ void ScheduleRunner::forward(const PipelineAction& action) {
   at::Tensor input = stage == 0
                          ? batches_->inputs().at(static_cast<size_t>(i)).to(here.device()).detach()
                          : take({Parcel::activation, stage, i});
-  if (is_last(stage)) return here.forward_with_loss(i, std::move(input), *batches_);
-  here_[{Parcel::activation, stage + 1, i}] = here.forward(i, std::move(input));
+  at::Tensor output = here.forward(i, std::move(input), is_last(stage) ? batches_ : nullptr);
+  if (!is_last(stage)) here_[{Parcel::activation, stage + 1, i}] = std::move(output);
 }
 
+/// An activation comes as a leaf.
 at::Tensor ScheduleRunner::take(const ParcelId& id) {
   const auto from = id.kind == Parcel::activation ? id.stage - 1 : id.stage + 1;
-  if (!is_here(from)) return link_.take(id);
-  const at::Tensor given = here_.extract(id).mapped();
-  if (id.kind == Parcel::gradient) return given;
+  const at::Tensor given = is_here(from) ? here_.extract(id).mapped() : link_.take(id);
+  if (!given.defined()) return {};
   return given.detach().to(stage_of(id.stage).device()).set_requires_grad(given.requires_grad());
 }
 

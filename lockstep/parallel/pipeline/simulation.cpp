@@ -1,9 +1,9 @@
 #include "lockstep/parallel/pipeline/schedule.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <map>
 #include <optional>
+#include <sstream>
 
 #include "lockstep/base/error.h"
 
@@ -12,34 +12,16 @@ namespace {
 
 using Op = PipelineOp;
 
-double cost_of(const PipelineCosts& costs, const PipelineAction& action) {
-  const StageCosts& stage = costs.of(action.stage);
-  switch (action.op) {
-    case Op::forward:
-      return stage.forward;
-    case Op::backward:
-      return stage.backward_input + stage.backward_weight;
-    case Op::backward_input:
-      return stage.backward_input;
-    case Op::backward_weight:
-      return stage.backward_weight;
-    default:
-      return 0;
-  }
+double cost_of(const StageCosts& stage, Op op) {
+  if (op == Op::forward) return stage.forward;
+  return (op == Op::backward_weight ? 0 : stage.backward_input) +
+         (op == Op::backward_input ? 0 : stage.backward_weight);
 }
 
-/// The computation of the neighbouring stage that must be done first. Of backward it is "B", which
-/// I stands for too.
-std::optional<PipelineAction> needed_from_elsewhere(const PipelineSchedule& schedule,
-                                                    const PipelineAction& action) {
-  if (action.op == Op::forward && action.stage > 0) {
-    return PipelineAction{action.stage - 1, Op::forward, action.micro_batch};
-  }
-  const bool is_backward = action.op == Op::backward || action.op == Op::backward_input;
-  if (is_backward && action.stage + 1 < schedule.num_stages) {
-    return PipelineAction{action.stage + 1, Op::backward, action.micro_batch};
-  }
-  return std::nullopt;
+/// What neighbouring stages wait for: of a backward in two halves the first one.
+PipelineAction awaited(int stage, const PipelineAction& action) {
+  const Op op = action.op == Op::backward_input ? Op::backward : action.op;
+  return {stage, op, action.micro_batch};
 }
 
 class Simulation {
@@ -71,12 +53,11 @@ class Simulation {
   bool step(size_t rank) {
     const PipelineAction& action = schedule_.actions[rank][next_[rank]];
     if (is_compute(action.op)) {
-      const auto need = needed_from_elsewhere(schedule_, action);
-      const std::optional<double> ready = need ? arrival(*need, action.stage) : 0.0;
+      const std::optional<double> ready = ready_at(action);
       if (!ready) return false;
       const double start = std::max(clock_[rank], *ready);
-      clock_[rank] = start + cost_of(costs_, action);
-      ended_[action] = clock_[rank];
+      clock_[rank] = start + cost_of(costs_.of(action.stage), action.op);
+      ended_[awaited(action.stage, action)] = clock_[rank];
       timeline_.ranks[rank].push_back({action, start, clock_[rank]});
       count_kept(rank, action);
     }
@@ -84,13 +65,13 @@ class Simulation {
     return true;
   }
 
-  std::optional<double> arrival(const PipelineAction& need, int stage) const {
-    auto found = ended_.find(need);
-    if (found == ended_.end() && need.op == Op::backward) {
-      found = ended_.find({need.stage, Op::backward_input, need.micro_batch});
-    }
+  /// When what a neighbouring stage computes has come; none if it has not.
+  std::optional<double> ready_at(const PipelineAction& action) const {
+    const int from = action.stage + (action.op == Op::forward ? -1 : 1);
+    if (action.op == Op::backward_weight || from < 0 || from >= schedule_.num_stages) return 0.0;
+    const auto found = ended_.find(awaited(from, action));
     if (found == ended_.end()) return std::nullopt;
-    const bool travels = schedule_.rank_of(need.stage) != schedule_.rank_of(stage);
+    const bool travels = schedule_.rank_of(from) != schedule_.rank_of(action.stage);
     return found->second + (travels ? costs_.transfer : 0);
   }
 
@@ -130,16 +111,6 @@ class Simulation {
 
 constexpr double kWidth = 960, kRow = 36, kLeft = 70, kTop = 56, kGap = 6;
 
-/// "12.5", without digits that say nothing.
-std::string number(double value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.2f", value);
-  std::string short_text = text;
-  while (short_text.ends_with('0')) short_text.pop_back();
-  if (short_text.ends_with('.')) short_text.pop_back();
-  return short_text;
-}
-
 /// Later stages of a rank are lighter.
 std::string colour(const PipelineSchedule& schedule, const PipelineAction& action) {
   int hue = 210;  // F
@@ -149,25 +120,6 @@ std::string colour(const PipelineSchedule& schedule, const PipelineAction& actio
   const int turn = action.stage / schedule.num_ranks;
   const int light = std::min(90, 62 + 24 * turn / std::max(1, schedule.stages_per_rank()));
   return "hsl(" + std::to_string(hue) + ",65%," + std::to_string(light) + "%)";
-}
-
-std::string text_at(double x, double y, const std::string& attributes, const std::string& text) {
-  return "<text x=\"" + number(x) + "\" y=\"" + number(y) + "\" " + attributes + ">" + text +
-         "</text>\n";
-}
-
-std::string box(double x, double y, double width, double height, const std::string& fill,
-                const std::string& title) {
-  return "<rect x=\"" + number(x) + "\" y=\"" + number(y) + "\" width=\"" + number(width) +
-         "\" height=\"" + number(height) + "\" fill=\"" + fill +
-         "\" stroke=\"#333\" stroke-width=\"0.6\"><title>" + title + "</title></rect>\n";
-}
-
-std::string heading(const PipelineSchedule& schedule, const PipelineTimeline& timeline) {
-  return schedule.name + ", " + std::to_string(schedule.num_ranks) + " ranks, " +
-         std::to_string(schedule.num_stages) + " stages, " +
-         std::to_string(schedule.num_micro_batches) +
-         " micro-batches: " + number(100 * timeline.bubble) + "% of the time is bubble";
 }
 
 }  // namespace
@@ -199,26 +151,33 @@ double bubble_formula(const std::string& name, const PipelineShape& shape,
 std::string draw_as_svg(const PipelineSchedule& schedule, const PipelineTimeline& timeline) {
   const double height = kTop + (kRow + kGap) * static_cast<double>(timeline.ranks.size()) + 10;
   const double scale = timeline.length > 0 ? (kWidth - kLeft - 10) / timeline.length : 1;
-  std::string svg = "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " + number(kWidth) +
-                    " " + number(height) + "\" font-family=\"sans-serif\" font-size=\"12\">\n" +
-                    "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n";
-  svg += text_at(10, 20, "font-size=\"15\"", heading(schedule, timeline));
-  svg += text_at(10, 40, "fill=\"#555\"",
-                 "F forward, B backward, I backward for the input, W for the weights; the number "
-                 "is the micro-batch, a lighter colour a later stage of the rank");
+  std::ostringstream svg;
+  svg.precision(5);
+  svg << "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 " << kWidth << " " << height
+      << "\" font-family=\"sans-serif\" font-size=\"12\">\n"
+      << "<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
+      << "<text x=\"10\" y=\"20\" font-size=\"15\">" << schedule.name << ", " << schedule.num_ranks
+      << " ranks, " << schedule.num_stages << " stages, " << schedule.num_micro_batches
+      << " micro-batches: " << 100 * timeline.bubble << "% of the time is bubble</text>\n"
+      << "<text x=\"10\" y=\"40\" fill=\"#555\">F forward, B backward, I backward for the input, W "
+         "for the weights; the number is the micro-batch, a lighter colour a later stage of the "
+         "rank</text>\n";
   for (size_t rank = 0; rank < timeline.ranks.size(); ++rank) {
-    const double y = kTop + (kRow + kGap) * static_cast<double>(rank);
-    svg += text_at(10, y + 0.62 * kRow, "", "rank " + std::to_string(rank));
+    const double y = kTop + (kRow + kGap) * static_cast<double>(rank), middle = y + 0.62 * kRow;
+    svg << "<text x=\"10\" y=\"" << middle << "\">rank " << rank << "</text>\n";
     for (const TimedAction& timed : timeline.ranks[rank]) {
       const double x = kLeft + timed.start * scale, width = (timed.end - timed.start) * scale;
       const std::string name = to_string(timed.action);
-      svg += box(x, y, width, kRow, colour(schedule, timed.action), name);
+      svg << "<rect x=\"" << x << "\" y=\"" << y << "\" width=\"" << width << "\" height=\"" << kRow
+          << "\" fill=\"" << colour(schedule, timed.action)
+          << "\" stroke=\"#333\" stroke-width=\"0.6\"><title>" << name << "</title></rect>\n";
       if (width < 14) continue;
-      const size_t letter = name.find_first_of("FBIW");
-      svg += text_at(x + width / 2, y + 0.62 * kRow, "text-anchor=\"middle\"", name.substr(letter));
+      svg << "<text x=\"" << x + width / 2 << "\" y=\"" << middle << "\" text-anchor=\"middle\">"
+          << name.substr(name.find_first_of("FBIW")) << "</text>\n";
     }
   }
-  return svg + "</svg>\n";
+  svg << "</svg>\n";
+  return svg.str();
 }
 
 }  // namespace lockstep

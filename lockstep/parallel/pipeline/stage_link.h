@@ -34,15 +34,16 @@ class StageLink {
  public:
   virtual ~StageLink() = default;
   /// Before a batch: the key of each micro-batch. All ranks give equal ones.
-  virtual void begin(std::vector<ShapeKey> keys) = 0;
+  virtual void begin(std::vector<ShapeKey> keys) {}
   /// `tensor` must not change until `finish`. An activation that requires a gradient will get one.
+  /// Of one that does not the gradient is undefined.
   virtual void send(const ParcelId& id, const at::Tensor& tensor) = 0;
   /// Lets a parcel come ahead of `take`.
   virtual void expect(const ParcelId& id) {}
   /// Starts what was sent and expected since the last call, all together.
   virtual void flush() {}
-  /// Waits for an expected parcel. An activation is a leaf, which requires a gradient when it did
-  /// where it came from. The gradient of one that did not is undefined, and nobody sends it.
+  /// Waits for an expected parcel. An activation requires a gradient when it did where it came
+  /// from. It may lie on the device from which it came.
   virtual at::Tensor take(const ParcelId& id) = 0;
   /// Waits until all that was sent has been taken over.
   virtual void finish() {}
@@ -50,7 +51,8 @@ class StageLink {
 
 /// Stages in processes: sends and receives of a group, of which each rank has every size()-th
 /// stage. The shape of an activation is sent ahead of the first one of its key. After that both
-/// sides know it, and that of its gradient.
+/// sides know it, and that of its gradient. Receives of a batch are begun ahead once all shapes are
+/// known.
 std::unique_ptr<StageLink> make_group_link(ProcessGroup group, c10::Device device);
 
 }  // namespace lockstep::detail
