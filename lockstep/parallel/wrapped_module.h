@@ -165,6 +165,29 @@ void visit_tensors(T& output, F&& f) {
   OutputTensors<T>::visit(output, f);
 }
 
+namespace detail {
+
+/// Of a container.
+struct EachItem {
+  template <class T, class F>
+  static void visit(T& output, F&& f) {
+    for (auto& item : output) visit_tensors(item, f);
+  }
+};
+
+/// Of a tuple. Elements without tensors are passed over.
+struct EachElement {
+  template <class T, class F>
+  static void visit(T&& output, F&& f) {
+    const auto visit_one = [&]<class Element>(Element& element) {
+      if constexpr (CarriesTensors<Element>) visit_tensors(element, f);
+    };
+    std::apply([&](auto&... elements) { (visit_one(elements), ...); }, output);
+  }
+};
+
+}  // namespace detail
+
 template <>
 struct OutputTensors<at::Tensor> {
   template <class F>
@@ -182,28 +205,10 @@ struct OutputTensors<std::optional<T>> {
 };
 
 template <CarriesTensors T>
-struct OutputTensors<std::vector<T>> {
-  template <class F>
-  static void visit(std::vector<T>& output, F&& f) {
-    for (T& item : output) visit_tensors(item, f);
-  }
-};
-
-template <CarriesTensors T, size_t N>
-struct OutputTensors<std::array<T, N>> {
-  template <class F>
-  static void visit(std::array<T, N>& output, F&& f) {
-    for (T& item : output) visit_tensors(item, f);
-  }
-};
+struct OutputTensors<std::vector<T>> : detail::EachItem {};
 
 template <class K, CarriesTensors T>
-struct OutputTensors<std::map<K, T>> {
-  template <class F>
-  static void visit(std::map<K, T>& output, F&& f) {
-    for (auto& [key, item] : output) visit_tensors(item, f);
-  }
-};
+struct OutputTensors<std::map<K, T>> : detail::EachItem {};
 
 /// In the order of the keys where they have one: two maps of the same keys need not hold them in
 /// the same order.
@@ -221,25 +226,16 @@ struct OutputTensors<std::unordered_map<K, T>> {
   }
 };
 
-/// Elements without tensors are passed over.
+template <CarriesTensors T, size_t N>
+struct OutputTensors<std::array<T, N>> : detail::EachElement {};
+
 template <class... Ts>
-requires(CarriesTensors<Ts> || ...) struct OutputTensors<std::tuple<Ts...>> {
-  template <class F>
-  static void visit(std::tuple<Ts...>& output, F&& f) {
-    const auto visit_one = [&]<class T>(T& item) {
-      if constexpr (CarriesTensors<T>) visit_tensors(item, f);
-    };
-    std::apply([&](Ts&... items) { (visit_one(items), ...); }, output);
-  }
+requires(CarriesTensors<Ts> || ...) struct OutputTensors<std::tuple<Ts...>> : detail::EachElement {
 };
 
 template <class A, class B>
-requires(CarriesTensors<A> || CarriesTensors<B>) struct OutputTensors<std::pair<A, B>> {
-  template <class F>
-  static void visit(std::pair<A, B>& output, F&& f) {
-    if constexpr (CarriesTensors<A>) visit_tensors(output.first, f);
-    if constexpr (CarriesTensors<B>) visit_tensors(output.second, f);
-  }
+requires(CarriesTensors<A> || CarriesTensors<B>) struct OutputTensors<std::pair<A, B>>
+    : detail::EachElement {
 };
 
 namespace detail {
@@ -279,12 +275,31 @@ template <detail::SimpleStruct T>
 struct OutputTensors<T> {
   template <class F>
   static void visit(T& output, F&& f) {
-    const auto visit_one = [&]<class Field>(Field& field) {
-      if constexpr (CarriesTensors<Field>) visit_tensors(field, f);
-    };
-    std::apply([&](auto&... fields) { (visit_one(fields), ...); }, detail::tie_fields(output));
+    detail::EachElement::visit(detail::tie_fields(output), f);
   }
 };
+
+namespace detail {
+
+/// None of a value without tensors.
+template <class T>
+std::vector<at::Tensor> collect_tensors(T& value) {
+  std::vector<at::Tensor> tensors;
+  if constexpr (CarriesTensors<T>)
+    visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+/// Puts in others for those that collect_tensors gives.
+template <class T>
+void replace_tensors(T& value, const std::vector<at::Tensor>& others) {
+  if constexpr (CarriesTensors<T>) {
+    visit_tensors(value,
+                  [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = others[next++]; });
+  }
+}
+
+}  // namespace detail
 
 /// While it lives, gradients are not synchronized between ranks.
 class [[nodiscard]] NoSync {
@@ -359,11 +374,9 @@ class WrappedModule {
   template <class Output>
   void pass(Output& output) {
     if constexpr (CarriesTensors<Output>) {
-      std::vector<at::Tensor> tensors;
-      visit_tensors(output, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+      std::vector<at::Tensor> tensors = detail::collect_tensors(output);
       core_->after_forward(tensors);
-      visit_tensors(
-          output, [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = tensors[next++]; });
+      detail::replace_tensors(output, tensors);
     } else {
       detail::throw_unknown_output(c10::demangle(typeid(Output).name()));
     }

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/thread_pool.h>
 #include <torch/nn/module.h>
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -64,15 +66,9 @@ class ReplicaSet {
 
  private:
   struct Row;
-  void find_rows();
-  void refresh_tensors(size_t count);
-  void mirror_modes(size_t count);
-  void link_parameters(size_t count);
-
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<std::shared_ptr<torch::nn::Module>> replicas_;
   std::vector<Row> rows_;
-  std::vector<at::Tensor> parameters_;  ///< Each once.
   int64_t copies_ = 0;
 };
 
@@ -101,35 +97,15 @@ std::vector<ModulePtr> replicate(const ModulePtr& module, const std::vector<c10:
 
 namespace detail {
 
-/// A tensor's part for each device; fewer where there are fewer rows than devices.
-std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor,
-                                       const std::vector<c10::Device>& devices, int64_t dim);
-at::Tensor gather_tensors(const std::vector<at::Tensor>& parts, c10::Device device, int64_t dim);
-
-/// The tensors of a value and what becomes of them: `parts[t][i]` is what device i gets of the
-/// value's tensor t. Throws UsageError where tensors do not give equally many parts.
-size_t common_parts(const std::vector<at::Tensor>& tensors,
-                    const std::vector<std::vector<at::Tensor>>& parts, size_t devices);
-/// Throws UsageError where replicas gave different numbers of tensors.
-void check_gathered(const std::vector<std::vector<at::Tensor>>& tensors);
+/// What each device gets of a value's tensors; for fewer devices where there are fewer rows. Throws
+/// UsageError where tensors do not give equally many parts.
+std::vector<std::vector<at::Tensor>> scatter_tensors(const std::vector<at::Tensor>& tensors,
+                                                     const std::vector<c10::Device>& devices,
+                                                     int64_t dim);
+/// The other way round. Throws UsageError where replicas gave different numbers of tensors.
+std::vector<at::Tensor> gather_tensors(const std::vector<std::vector<at::Tensor>>& of_replicas,
+                                       c10::Device device, int64_t dim);
 [[noreturn]] void throw_other_keys(size_t replica);
-
-template <class T>
-std::vector<at::Tensor> tensors_of(T& value) {
-  std::vector<at::Tensor> tensors;
-  if constexpr (CarriesTensors<T>) {
-    visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-  }
-  return tensors;
-}
-
-/// Puts as many tensors as it has into the value.
-template <class T, class Next>
-void replace_tensors(T& value, Next&& next) {
-  if constexpr (CarriesTensors<T>) {
-    visit_tensors(value, [&](at::Tensor& tensor) { tensor = next(); });
-  }
-}
 
 }  // namespace detail
 
@@ -144,17 +120,9 @@ void replace_tensors(T& value, Next&& next) {
 template <class T>
 std::vector<T> scatter(const T& value, const std::vector<c10::Device>& devices, int64_t dim = 0) {
   T copy = value;
-  const std::vector<at::Tensor> tensors = detail::tensors_of(copy);
-  std::vector<std::vector<at::Tensor>> chunks;
-  chunks.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    chunks.push_back(detail::scatter_tensor(tensor, devices, dim));
-  }
-  std::vector<T> parts(detail::common_parts(tensors, chunks, devices.size()), value);
-  for (size_t i = 0; i < parts.size(); ++i) {
-    detail::replace_tensors(parts[i],
-                            [&, next = size_t{0}]() mutable { return chunks[next++][i]; });
-  }
+  const auto tensors = detail::scatter_tensors(detail::collect_tensors(copy), devices, dim);
+  std::vector<T> parts(tensors.size(), value);
+  for (size_t i = 0; i < parts.size(); ++i) detail::replace_tensors(parts[i], tensors[i]);
   return parts;
 }
 
@@ -166,9 +134,8 @@ template <class T>
 T gather(const std::vector<T>& outputs, c10::Device device, int64_t dim = 0) {
   std::vector<T> copies = outputs;
   std::vector<std::vector<at::Tensor>> tensors;
-  tensors.reserve(copies.size());
-  for (T& copy : copies) tensors.push_back(detail::tensors_of(copy));
-  detail::check_gathered(tensors);
+  for (T& copy : copies) tensors.push_back(detail::collect_tensors(copy));
+  const auto joined = detail::gather_tensors(tensors, device, dim);
   if constexpr (requires { typename T::key_type; }) {
     for (size_t i = 1; i < copies.size(); ++i) {
       for (const auto& [key, item] : copies[0]) {
@@ -176,15 +143,8 @@ T gather(const std::vector<T>& outputs, c10::Device device, int64_t dim = 0) {
       }
     }
   }
-  T result = std::move(copies.front());
-  detail::replace_tensors(result, [&, next = size_t{0}]() mutable {
-    std::vector<at::Tensor> parts;
-    parts.reserve(tensors.size());
-    for (const auto& of_replica : tensors) parts.push_back(of_replica[next]);
-    ++next;
-    return detail::gather_tensors(parts, device, dim);
-  });
-  return result;
+  detail::replace_tensors(copies.front(), joined);
+  return std::move(copies.front());
 }
 
 /// What a replica of a DataParallel threw, in forward or in backward. The message names the replica
@@ -215,11 +175,8 @@ class ReplicaThreads {
   /// `threads_each`: LibTorch's threads for the operations of one replica, where devices are CPUs.
   /// 0: those of the caller in equal parts, at least 1.
   explicit ReplicaThreads(std::vector<c10::Device> devices, int threads_each = 0);
-  ~ReplicaThreads();
-  ReplicaThreads(const ReplicaThreads&) = delete;
-  ReplicaThreads& operator=(const ReplicaThreads&) = delete;
 
-  const std::vector<c10::Device>& devices() const;
+  const std::vector<c10::Device>& devices() const { return devices_; }
 
   /// Calls `work(i)` on the thread of replica i for all i below `count`, and waits for all. The
   /// threads have the caller's thread-local state: grad mode, autocast, current streams. When some
@@ -228,20 +185,19 @@ class ReplicaThreads {
   void run(size_t count, const std::function<void(size_t)>& work);
 
  private:
-  struct Impl;
-  std::unique_ptr<Impl> impl_;
+  std::vector<c10::Device> devices_;
+  std::mutex one_caller_;
+  std::vector<std::unique_ptr<c10::ThreadPool>> threads_;  ///< Of one thread each.
 };
-
-/// Whether replicas on these threads have graphs of their own, of which join_graphs makes one. With
-/// other devices than CPUs they have none: there LibTorch's engine has a thread for each device.
-bool joins_graphs(const ReplicaThreads& threads, size_t replicas);
 
 /// Makes what replicas computed on the CPU one node of the caller's graph. Its backward runs each
 /// replica's part on the thread of that replica, where LibTorch's engine would run all of them on
 /// one thread. `parameters[i]`: where replica i's graph begins. `outputs[i]`: the tensors that it
-/// gave, which are replaced.
+/// gave, which are replaced. Inputs with a graph of their own are one with the caller's: then
+/// nothing is replaced, nor with other devices than CPUs, of which the engine has a thread each.
 void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
                  const std::vector<std::vector<at::Tensor>>& parameters,
+                 const std::vector<std::vector<at::Tensor>>& inputs,
                  std::vector<std::vector<at::Tensor>>& outputs);
 
 template <class ModulePtr, class Inputs>
@@ -252,23 +208,18 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
     return std::apply([&](auto&... args) { return module->forward(args...); }, inputs[i]);
   };
   using Output = std::decay_t<decltype(call(size_t{0}))>;
-  // Inputs with a graph of their own are one with the caller's.
-  bool joins = CarriesTensors<Output> && joins_graphs(*threads, inputs.size());
-  for (Inputs& input : inputs) {
-    for (const at::Tensor& tensor : tensors_of(input)) joins = joins && !tensor.requires_grad();
-  }
-  std::vector<std::optional<Output>> given(inputs.size());
-  threads->run(inputs.size(), [&](size_t i) { given[i].emplace(call(i)); });
+  std::vector<std::vector<at::Tensor>> parameters, given, tensors;
+  for (Inputs& input : inputs) given.push_back(collect_tensors(input));
+  std::vector<std::optional<Output>> made(inputs.size());
+  threads->run(inputs.size(), [&](size_t i) { made[i].emplace(call(i)); });
   std::vector<Output> outputs;
-  for (auto& output : given) outputs.push_back(std::move(*output));
-  if (!joins) return outputs;
-  std::vector<std::vector<at::Tensor>> parameters, tensors;
-  for (size_t i = 0; i < inputs.size(); ++i) parameters.push_back(modules[i]->parameters());
-  for (Output& output : outputs) tensors.push_back(tensors_of(output));
-  join_graphs(threads, parameters, tensors);
-  for (size_t i = 0; i < outputs.size(); ++i) {
-    replace_tensors(outputs[i], [&, next = size_t{0}]() mutable { return tensors[i][next++]; });
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    outputs.push_back(std::move(*made[i]));
+    parameters.push_back(modules[i]->parameters());
+    tensors.push_back(collect_tensors(outputs[i]));
   }
+  join_graphs(threads, parameters, given, tensors);
+  for (size_t i = 0; i < outputs.size(); ++i) replace_tensors(outputs[i], tensors[i]);
   return outputs;
 }
 

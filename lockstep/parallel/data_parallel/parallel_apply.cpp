@@ -12,10 +12,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <optional>
-#include <thread>
 
 #include "lockstep/autograd/backward_hook.h"
 
@@ -89,16 +86,15 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
 
 }  // namespace
 
-bool joins_graphs(const ReplicaThreads& threads, size_t replicas) {
-  const auto& devices = threads.devices();
-  return replicas > 1 && c10::GradMode::is_enabled() &&
-         std::all_of(devices.begin(), devices.end(),
-                     [](c10::Device device) { return device.is_cpu(); });
-}
-
 void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
                  const std::vector<std::vector<at::Tensor>>& parameters,
+                 const std::vector<std::vector<at::Tensor>>& inputs,
                  std::vector<std::vector<at::Tensor>>& outputs) {
+  if (outputs.size() < 2 || !c10::GradMode::is_enabled()) return;
+  if (!std::ranges::all_of(threads->devices(), &c10::Device::is_cpu)) return;
+  for (const auto& of_replica : inputs) {
+    if (std::ranges::any_of(of_replica, &at::Tensor::requires_grad)) return;
+  }
   auto graphs = c10::make_intrusive<Graphs>();
   graphs->threads = threads;
   std::vector<at::Tensor> all_starts, all_outputs;
@@ -161,112 +157,46 @@ ReplicaError::ReplicaError(size_t replica, c10::Device device, const std::string
 
 namespace detail {
 
-/// What a thread needs for one piece of work.
-struct Job {
-  const std::function<void(size_t)>* work = nullptr;
-  const at::ThreadLocalState* state = nullptr;
-  std::optional<c10::Stream> stream;  ///< The caller's current one; none on the CPU.
-};
-
-struct ReplicaThreads::Impl {
-  std::vector<c10::Device> devices;
-  int threads_each = 1;
-
-  std::mutex run_mutex;  ///< Held by the one caller whose work is done.
-  std::mutex mutex;      ///< Guards what follows.
-  std::condition_variable work_came, work_done;
-  std::vector<std::optional<Job>> jobs;  ///< By replica; none when it is done.
-  std::vector<std::exception_ptr> failures;
-  size_t open = 0;  ///< Jobs that are not done yet.
-  bool ending = false;
-  std::vector<std::thread> threads;
-
-  void loop(size_t replica) {
-    if (devices[replica].is_cpu()) {
-      at::get_num_threads();  // A thread's first look at its number sets it to the last one set.
-      at::set_num_threads(threads_each);
-    }
-    std::unique_lock lock(mutex);
-    finish_one();  // The constructor waits for all threads to have set their number.
-    while (true) {
-      work_came.wait(lock, [&] { return ending || jobs[replica]; });
-      if (ending) return;
-      const Job job = *std::exchange(jobs[replica], std::nullopt);
-      lock.unlock();
-      std::exception_ptr failure = do_job(replica, job);
-      lock.lock();
-      failures[replica] = std::move(failure);
-      finish_one();
-    }
-  }
-
-  void finish_one() {
-    if (--open == 0) work_done.notify_all();
-  }
-
-  std::exception_ptr do_job(size_t replica, const Job& job) const {
-    try {
-      const at::ThreadLocalStateGuard state(*job.state);
-      std::optional<c10::StreamGuard> stream;
-      if (job.stream) stream.emplace(*job.stream);
-      (*job.work)(replica);
-      return nullptr;
-    } catch (...) {
-      return std::current_exception();
-    }
-  }
-};
-
 ReplicaThreads::ReplicaThreads(std::vector<c10::Device> devices, int threads_each)
-    : impl_(std::make_unique<Impl>()) {
-  const size_t count = devices.size();
+    : devices_(std::move(devices)) {
   const int callers = at::get_num_threads();
-  impl_->threads_each =
-      threads_each > 0 ? threads_each : std::max(1, callers / static_cast<int>(count));
-  impl_->devices = std::move(devices);
-  impl_->jobs.resize(count);
-  impl_->failures.resize(count);
-  impl_->open = count;
-  for (size_t i = 0; i < count; ++i) impl_->threads.emplace_back([this, i] { impl_->loop(i); });
-  std::unique_lock lock(impl_->mutex);
-  impl_->work_done.wait(lock, [&] { return impl_->open == 0; });
+  const int each =
+      threads_each > 0 ? threads_each : std::max(1, callers / static_cast<int>(devices_.size()));
+  for (const c10::Device device : devices_) {
+    threads_.push_back(std::make_unique<c10::ThreadPool>(1, /*numa_node_id=*/-1, [device, each] {
+      if (!device.is_cpu()) return;
+      at::get_num_threads();  // A thread's first look at its number sets it to the last one set.
+      at::set_num_threads(each);
+    }));
+  }
+  run(devices_.size(), [](size_t) {});  // All have set their number.
   // The last number that any thread has set is the one with which new threads start.
   at::set_num_threads(callers);
 }
 
-ReplicaThreads::~ReplicaThreads() {
-  {
-    const std::lock_guard lock(impl_->mutex);
-    impl_->ending = true;
-  }
-  impl_->work_came.notify_all();
-  for (std::thread& thread : impl_->threads) thread.join();
-}
-
-const std::vector<c10::Device>& ReplicaThreads::devices() const {
-  return impl_->devices;
-}
-
 void ReplicaThreads::run(size_t count, const std::function<void(size_t)>& work) {
-  const std::lock_guard one_caller(impl_->run_mutex);
+  const std::lock_guard one_caller(one_caller_);
   const at::ThreadLocalState state;
-  std::unique_lock lock(impl_->mutex);
+  std::vector<std::optional<c10::Stream>> streams(count);
   for (size_t i = 0; i < count; ++i) {
-    Job job{&work, &state, std::nullopt};
-    const c10::Device device = impl_->devices[i];
-    if (!device.is_cpu()) {
-      job.stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-    }
-    impl_->jobs[i] = job;
+    if (devices_[i].is_cpu()) continue;
+    streams[i] = c10::impl::VirtualGuardImpl(devices_[i].type()).getStream(devices_[i]);
   }
-  impl_->open = count;
-  impl_->work_came.notify_all();
-  impl_->work_done.wait(lock, [&] { return impl_->open == 0; });
-  std::vector<std::exception_ptr> failures(impl_->failures.size());
-  failures.swap(impl_->failures);
-  lock.unlock();
+  std::vector<std::exception_ptr> failures(count);
   for (size_t i = 0; i < count; ++i) {
-    if (failures[i]) throw_replica_error(i, impl_->devices[i], failures[i]);
+    threads_[i]->run([&, i] {
+      try {
+        const at::ThreadLocalStateGuard same_state(state);
+        const c10::OptionalStreamGuard stream(streams[i]);
+        work(i);
+      } catch (...) {
+        failures[i] = std::current_exception();
+      }
+    });
+  }
+  for (size_t i = 0; i < count; ++i) threads_[i]->waitWorkComplete();
+  for (size_t i = 0; i < count; ++i) {
+    if (failures[i]) throw_replica_error(i, devices_[i], failures[i]);
   }
 }
 

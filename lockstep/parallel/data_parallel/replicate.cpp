@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
@@ -34,29 +33,23 @@ void check_alike(const Module& module, const Module& copy) {
                    "make the copy with the options of the module");
 }
 
-/// The values of parameters for replicas. Forward gives tensors that stand for the replicas'
-/// parameters, replica after replica. Backward adds their gradients up in the replicas' order.
+/// Forward gives tensors that stand for a parameter in the replicas. Backward adds their gradients
+/// up in the replicas' order.
 class Replicate : public autograd::Function<Replicate> {
  public:
-  static autograd::variable_list forward(autograd::AutogradContext* context, int64_t replicas,
-                                         at::TensorList parameters) {
+  static autograd::variable_list forward(autograd::AutogradContext* context,
+                                         const at::Tensor& parameter, size_t replicas) {
     context->set_materialize_grads(false);
-    context->saved_data["parameters"] = static_cast<int64_t>(parameters.size());
     autograd::variable_list copies;
-    for (int64_t i = 0; i < replicas; ++i) {
-      for (const at::Tensor& parameter : parameters) copies.push_back(parameter.variable_data());
-    }
+    for (size_t i = 0; i < replicas; ++i) copies.push_back(parameter.variable_data());
     return copies;
   }
 
-  static autograd::variable_list backward(autograd::AutogradContext* context,
+  static autograd::variable_list backward(autograd::AutogradContext*,
                                           autograd::variable_list gradients) {
-    const auto parameters = static_cast<size_t>(context->saved_data["parameters"].toInt());
-    autograd::variable_list sums(parameters + 1);  // The number of replicas has no gradient.
-    for (size_t i = 0; i < gradients.size(); ++i) {
-      add(sums[1 + i % parameters], std::move(gradients[i]));
-    }
-    return sums;
+    at::Tensor sum;
+    for (at::Tensor& gradient : gradients) add(sum, std::move(gradient));
+    return {sum, at::Tensor()};  // The number of replicas has no gradient.
   }
 
  private:
@@ -85,7 +78,6 @@ class Replicate : public autograd::Function<Replicate> {
 /// A tensor of a replica and what it was made equal to.
 struct Own {
   at::Tensor tensor;
-  bool shares = false;
   int64_t source_version = -1;  ///< Nothing was copied yet.
   int64_t own_version = 0;
 };
@@ -95,31 +87,26 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
-void share(Own& own, const at::Tensor& source) {
-  own.shares = true;
-  if (same_memory(own.tensor, source)) return;
-  own.tensor.set_data(source.variable_data());
-  if (!source.is_inference()) {
-    autograd::impl::set_version_counter(own.tensor, autograd::impl::version_counter(source));
-  }
+void share(const at::Tensor& own, const at::Tensor& source) {
+  if (same_memory(own, source)) return;
+  own.set_data(source.variable_data());
+  if (!source.is_inference())
+    autograd::impl::set_version_counter(own, autograd::impl::version_counter(source));
 }
 
 /// True when values were copied.
 bool bring_over(Own& own, const at::Tensor& source, bool always) {
   const bool counted = !source.is_inference() && !own.tensor.is_inference();
-  if (!always && counted && !own.shares && own.source_version == source._version() &&
+  if (!always && counted && own.source_version == source._version() &&
       own.own_version == own.tensor._version()) {
     return false;
   }
-  const bool is_new = own.shares || own.tensor.sizes() != source.sizes() ||
-                      own.tensor.scalar_type() != source.scalar_type();
-  if (is_new) {
+  if (own.tensor.sizes() == source.sizes() && own.tensor.scalar_type() == source.scalar_type()) {
+    own.tensor.copy_(source, /*non_blocking=*/true);
+  } else {
     own.tensor.set_data(source.variable_data().to(own.tensor.device(), /*non_blocking=*/false,
                                                   /*copy=*/true));
-  } else {
-    own.tensor.copy_(source, /*non_blocking=*/true);
   }
-  own.shares = false;
   if (counted) {
     own.source_version = source._version();
     own.own_version = own.tensor._version();
@@ -165,85 +152,23 @@ std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::
 
 struct ReplicaSet::Row {
   at::Tensor source;
-  bool is_buffer = false;
-  size_t parameter = 0;  ///< Which of the parameters, each counted once. None of a buffer.
-  std::vector<Own> own;  ///< By replica.
+  bool is_buffer;
+  std::vector<Own> own = {};  ///< By replica.
 };
 
-void ReplicaSet::find_rows() {
-  std::unordered_map<const c10::TensorImpl*, size_t> known;
-  const size_t named_parameters = module_->named_parameters().size();
-  for (const auto& [name, tensor] : named_tensors(*module_)) {
-    const bool is_buffer = rows_.size() >= named_parameters;
-    Row row{.source = tensor, .is_buffer = is_buffer, .parameter = 0, .own = {}};
-    if (!is_buffer) {
-      const auto [place, is_new] = known.emplace(tensor.unsafeGetTensorImpl(), parameters_.size());
-      if (is_new) parameters_.push_back(tensor);
-      row.parameter = place->second;
-    }
-    rows_.push_back(std::move(row));
-  }
+ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
+                       std::vector<std::shared_ptr<Module>> replicas)
+    : module_(std::move(module)), replicas_(std::move(replicas)) {
+  for (const auto& item : module_->named_parameters()) rows_.push_back({item.value(), false});
+  for (const auto& item : module_->named_buffers()) rows_.push_back({item.value(), true});
   for (const auto& replica : replicas_) {
     size_t next = 0;
     for (const auto& [name, tensor] : named_tensors(*replica)) {
       // A replica's parameters are no leaves: they need a gradient when they are linked.
       tensor.requires_grad_(false);
-      rows_[next++].own.push_back({.tensor = tensor});
+      rows_[next++].own.push_back({tensor});
     }
   }
-}
-
-void ReplicaSet::refresh_tensors(size_t count) {
-  const c10::AutoGradMode no_grad(false);
-  for (Row& row : rows_) {
-    for (size_t i = 0; i < count; ++i) {
-      Own& own = row.own[i];
-      if (own.tensor.grad_fn()) autograd::impl::set_gradient_edge(own.tensor, {});
-      const bool here = own.tensor.device() == row.source.device();
-      if (here && (!row.is_buffer || i == 0)) {
-        share(own, row.source);
-      } else {
-        copies_ +=
-            bring_over(own, row.source, row.is_buffer && row.source.nbytes() <= kSmallBuffer);
-      }
-    }
-  }
-}
-
-void ReplicaSet::mirror_modes(size_t count) {
-  const auto from = module_->modules();
-  for (size_t i = 0; i < count; ++i) {
-    const auto to = replicas_[i]->modules();
-    for (size_t m = 0; m < std::min(from.size(), to.size()); ++m) {
-      if (to[m]->is_training() != from[m]->is_training()) to[m]->train(from[m]->is_training());
-    }
-  }
-}
-
-void ReplicaSet::link_parameters(size_t count) {
-  std::vector<at::Tensor> wanted;
-  std::vector<size_t> place(parameters_.size());  ///< In `wanted`, from 1; 0: frozen.
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (!parameters_[p].requires_grad()) continue;
-    wanted.push_back(parameters_[p]);
-    place[p] = wanted.size();
-  }
-  if (wanted.empty()) return;
-  const auto copies_of = Replicate::apply(static_cast<int64_t>(count), at::TensorList(wanted));
-  for (Row& row : rows_) {
-    if (row.is_buffer || place[row.parameter] == 0) continue;
-    for (size_t i = 0; i < count; ++i) {
-      const at::Tensor& stands_for = copies_of[i * wanted.size() + place[row.parameter] - 1];
-      autograd::impl::set_gradient_edge(row.own[i].tensor,
-                                        autograd::impl::gradient_edge(stands_for));
-    }
-  }
-}
-
-ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
-                       std::vector<std::shared_ptr<Module>> replicas)
-    : module_(std::move(module)), replicas_(std::move(replicas)) {
-  find_rows();
 }
 
 ReplicaSet::~ReplicaSet() = default;
@@ -251,42 +176,53 @@ ReplicaSet::ReplicaSet(ReplicaSet&&) noexcept = default;
 ReplicaSet& ReplicaSet::operator=(ReplicaSet&&) noexcept = default;
 
 void ReplicaSet::refresh(size_t count, bool link) {
-  refresh_tensors(count);
-  mirror_modes(count);
-  if (link) link_parameters(count);
+  for (Row& row : rows_) {
+    const c10::AutoGradMode no_grad(false);
+    const bool always = row.is_buffer && row.source.nbytes() <= kSmallBuffer;
+    for (size_t i = 0; i < count; ++i) {
+      Own& own = row.own[i];
+      if (own.tensor.grad_fn()) autograd::impl::set_gradient_edge(own.tensor, {});
+      if (own.tensor.device() == row.source.device() && (!row.is_buffer || i == 0)) {
+        share(own.tensor, row.source);
+      } else {
+        copies_ += bring_over(own, row.source, always);
+      }
+    }
+  }
+  const auto from = module_->modules();
+  for (size_t i = 0; i < count; ++i) {
+    const auto to = replicas_[i]->modules();
+    for (size_t m = 0; m < std::min(from.size(), to.size()); ++m) {
+      if (to[m]->is_training() != from[m]->is_training()) to[m]->train(from[m]->is_training());
+    }
+  }
+  for (const Row& row : rows_) {
+    if (!link || row.is_buffer || !row.source.requires_grad()) continue;
+    const auto stand_for = Replicate::apply(row.source, count);
+    for (size_t i = 0; i < count; ++i) {
+      autograd::impl::set_gradient_edge(row.own[i].tensor,
+                                        autograd::impl::gradient_edge(stand_for[i]));
+    }
+  }
 }
 
-std::vector<at::Tensor> scatter_tensor(const at::Tensor& tensor,
-                                       const std::vector<c10::Device>& devices, int64_t dim) {
-  if (devices.empty()) throw UsageError("scatter: there are no devices");
-  const auto move = [](const at::Tensor& part, c10::Device device) {
-    return part.device() == device ? part : part.to(device, /*non_blocking=*/true);
-  };
-  std::vector<at::Tensor> parts;
-  if (tensor.dim() == 0) {
-    for (const c10::Device device : devices) parts.push_back(move(tensor, device));
-    return parts;
-  }
-  for (const at::Tensor& chunk : tensor.chunk(static_cast<int64_t>(devices.size()), dim)) {
-    parts.push_back(move(chunk, devices[parts.size()]));
-  }
-  return parts;
-}
+namespace {
 
+/// How many devices get something. A tensor without dimensions goes to each device.
 size_t common_parts(const std::vector<at::Tensor>& tensors,
-                    const std::vector<std::vector<at::Tensor>>& parts, size_t devices) {
+                    const std::vector<std::vector<at::Tensor>>& chunks, size_t devices) {
   const at::Tensor* first = nullptr;
   size_t count = devices;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].dim() == 0) continue;
     if (first == nullptr) {
       first = &tensors[i];
-      count = parts[i].size();
-    } else if (parts[i].size() != count) {
+      count = chunks[i].size();
+    } else if (chunks[i].size() != count) {
       throw UsageError("scatter: a tensor of shape " + c10::str(first->sizes()) + " gives " +
                            counted(static_cast<int64_t>(count), "part") +
                            " for the devices, one of shape " + c10::str(tensors[i].sizes()) +
-                           " gives " + std::to_string(parts[i].size()),
+                           " gives " + std::to_string(chunks[i].size()),
                        "all tensors that are scattered have as many rows as there are samples; "
                        "what is not a sample's belongs into the module");
     }
@@ -294,34 +230,60 @@ size_t common_parts(const std::vector<at::Tensor>& tensors,
   return count;
 }
 
-void check_gathered(const std::vector<std::vector<at::Tensor>>& tensors) {
-  if (tensors.empty()) throw UsageError("gather: there are no outputs");
-  for (size_t i = 1; i < tensors.size(); ++i) {
-    if (tensors[i].size() == tensors[0].size()) continue;
-    throw UsageError("gather: replica 0 gave " +
-                         counted(static_cast<int64_t>(tensors[0].size()), "tensor") + ", replica " +
-                         std::to_string(i) + " gave " + std::to_string(tensors[i].size()),
+at::Tensor gather_tensor(std::vector<at::Tensor> parts, c10::Device device, int64_t dim) {
+  const bool scalars =
+      std::ranges::all_of(parts, [](const at::Tensor& part) { return part.dim() == 0; });
+  for (at::Tensor& part : parts) {
+    part = part.to(device);
+    if (scalars) part = part.reshape({1});
+  }
+  return parts.size() == 1 ? parts.front() : at::cat(parts, scalars ? 0 : dim);
+}
+
+}  // namespace
+
+std::vector<std::vector<at::Tensor>> scatter_tensors(const std::vector<at::Tensor>& tensors,
+                                                     const std::vector<c10::Device>& devices,
+                                                     int64_t dim) {
+  if (devices.empty()) throw UsageError("scatter: there are no devices");
+  const auto count = static_cast<int64_t>(devices.size());
+  std::vector<std::vector<at::Tensor>> chunks;
+  for (const at::Tensor& tensor : tensors) {
+    chunks.push_back(tensor.dim() == 0 ? std::vector<at::Tensor>(devices.size(), tensor)
+                                       : tensor.chunk(count, dim));
+  }
+  std::vector<std::vector<at::Tensor>> parts(common_parts(tensors, chunks, devices.size()));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    for (const auto& of_tensor : chunks)
+      parts[i].push_back(of_tensor[i].to(devices[i], /*non_blocking=*/true));
+  }
+  return parts;
+}
+
+std::vector<at::Tensor> gather_tensors(const std::vector<std::vector<at::Tensor>>& of_replicas,
+                                       c10::Device device, int64_t dim) {
+  if (of_replicas.empty()) throw UsageError("gather: there are no outputs");
+  const size_t count = of_replicas.front().size();
+  for (size_t i = 1; i < of_replicas.size(); ++i) {
+    if (of_replicas[i].size() == count) continue;
+    throw UsageError("gather: replica 0 gave " + counted(static_cast<int64_t>(count), "tensor") +
+                         ", replica " + std::to_string(i) + " gave " +
+                         std::to_string(of_replicas[i].size()),
                      "make forward return the same tensors whatever the samples are");
   }
+  std::vector<at::Tensor> joined;
+  for (size_t t = 0; t < count; ++t) {
+    std::vector<at::Tensor> parts;
+    for (const auto& tensors : of_replicas) parts.push_back(tensors[t]);
+    joined.push_back(gather_tensor(std::move(parts), device, dim));
+  }
+  return joined;
 }
 
 void throw_other_keys(size_t replica) {
   throw UsageError("gather: the maps that replica 0 and replica " + std::to_string(replica) +
                        " returned have different keys",
                    "make forward return the same keys whatever the samples are");
-}
-
-at::Tensor gather_tensors(const std::vector<at::Tensor>& parts, c10::Device device, int64_t dim) {
-  std::vector<at::Tensor> moved;
-  moved.reserve(parts.size());
-  const bool scalars =
-      std::all_of(parts.begin(), parts.end(), [](const auto& part) { return part.dim() == 0; });
-  for (const at::Tensor& part : parts) {
-    const at::Tensor there =
-        part.device() == device ? part : part.to(device, /*non_blocking=*/false);
-    moved.push_back(scalars ? there.reshape({1}) : there);
-  }
-  return moved.size() == 1 ? moved.front() : at::cat(moved, scalars ? 0 : dim);
 }
 
 }  // namespace lockstep::detail
