@@ -167,6 +167,24 @@ void visit_tensors(T& output, F&& f) {
 
 namespace detail {
 
+/// None of a value without tensors.
+template <class T>
+std::vector<at::Tensor> collect_tensors(T& value) {
+  std::vector<at::Tensor> tensors;
+  if constexpr (CarriesTensors<T>)
+    visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
+  return tensors;
+}
+
+/// Puts in others for those that collect_tensors gives.
+template <class T>
+void replace_tensors(T& value, const std::vector<at::Tensor>& others) {
+  if constexpr (CarriesTensors<T>) {
+    visit_tensors(value,
+                  [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = others[next++]; });
+  }
+}
+
 /// Of a container.
 struct EachItem {
   template <class T, class F>
@@ -278,28 +296,6 @@ struct OutputTensors<T> {
     detail::EachElement::visit(detail::tie_fields(output), f);
   }
 };
-
-namespace detail {
-
-/// None of a value without tensors.
-template <class T>
-std::vector<at::Tensor> collect_tensors(T& value) {
-  std::vector<at::Tensor> tensors;
-  if constexpr (CarriesTensors<T>)
-    visit_tensors(value, [&](at::Tensor& tensor) { tensors.push_back(tensor); });
-  return tensors;
-}
-
-/// Puts in others for those that collect_tensors gives.
-template <class T>
-void replace_tensors(T& value, const std::vector<at::Tensor>& others) {
-  if constexpr (CarriesTensors<T>) {
-    visit_tensors(value,
-                  [&, next = size_t{0}](at::Tensor& tensor) mutable { tensor = others[next++]; });
-  }
-}
-
-}  // namespace detail
 
 /// While it lives, gradients are not synchronized between ranks.
 class [[nodiscard]] NoSync {

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/unflatten_dense_tensors.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
@@ -109,11 +110,8 @@ void average_parameters(const std::vector<at::Tensor>& parameters, const Process
   all.div_(group.size());
   const CallOrigin origin("parameters", "average_parameters");
   group.all_reduce(all);
-  int64_t offset = 0;
-  for (const at::Tensor& parameter : parameters) {
-    parameter.copy_(all.narrow(0, offset, parameter.numel()).view(parameter.sizes()));
-    offset += parameter.numel();
-  }
+  const std::vector<at::Tensor> means = at::unflatten_dense_tensors(all, parameters);
+  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(means[i]);
 }
 
 std::vector<at::Tensor> get_params_to_average(const std::vector<at::Tensor>& parameters) {

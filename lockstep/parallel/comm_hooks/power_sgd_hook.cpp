@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/averaging/averagers.h"
 
 namespace lockstep {
@@ -22,9 +23,10 @@ struct PowerSGDState::Impl {
   PowerSGDOptions options;
   /// numpy's RandomState draws from the same generator.
   std::mt19937 random;  // NOLINT(bugprone-random-generator-seed): seeded by the options.
-  std::map<size_t, at::Tensor> errors, ps, qs;  ///< By bucket.
-  std::map<size_t, at::Tensor> new_errors;      ///< Of the backward that is under way.
-  bool overflowed = false;                      ///< In one of its buckets.
+  std::map<size_t, at::Tensor> errors;  ///< By bucket, as all here.
+  std::map<size_t, FlatViews> ps, qs;
+  std::map<size_t, at::Tensor> new_errors;  ///< Of the backward that is under way.
+  bool overflowed = false;                  ///< In one of its buckets.
   int64_t iter = 0;
   CompressionStats stats;
 
@@ -109,8 +111,7 @@ struct Compression {
   at::Tensor uncompressed_memory = {};
   std::vector<at::Tensor> matrices = {};  ///< [batch, rows, columns], views or stacks of views.
   std::vector<std::vector<at::Tensor>> originals = {};  ///< Of each that is a stack.
-  at::Tensor p_memory = {}, q_memory = {};              ///< The state's, for all matrices.
-  std::vector<at::Tensor> ps = {}, qs = {};             ///< Views of it.
+  FlatViews ps = {}, qs = {};                           ///< The state's, for all matrices.
   Work uncompressed_work = {}, ps_work = {};
 
   PowerSGDState::Impl& kept() const { return *state; }
@@ -169,29 +170,26 @@ struct Compression {
 
   /// True when the matrices are new and hold no values yet.
   bool find_memory() {
-    int64_t p_size = 0, q_size = 0;
-    for (const at::Tensor& matrix : matrices) {
-      p_size += matrix.size(0) * matrix.size(1) * rank_of(matrix);
-      q_size += matrix.size(0) * matrix.size(2) * rank_of(matrix);
-    }
     const bool is_new = !options().warm_start || !kept().ps.contains(index);
     if (is_new) {
-      kept().ps[index] = at::empty({p_size}, gradients.options());
-      kept().qs[index] = at::empty({q_size}, gradients.options());
+      kept().ps[index] = narrow_matrices(1);
+      kept().qs[index] = narrow_matrices(2);
     }
-    p_memory = kept().ps[index];
-    q_memory = kept().qs[index];
-    int64_t p_at = 0, q_at = 0;
-    for (const at::Tensor& matrix : matrices) {
-      const auto view = [&](const at::Tensor& memory, int64_t& at, int64_t rows) {
-        const int64_t size = matrix.size(0) * rows * rank_of(matrix);
-        at += size;
-        return memory.narrow(0, at - size, size).view({matrix.size(0), rows, rank_of(matrix)});
-      };
-      ps.push_back(view(p_memory, p_at, matrix.size(1)));
-      qs.push_back(view(q_memory, q_at, matrix.size(2)));
-    }
+    ps = kept().ps[index];
+    qs = kept().qs[index];
     return is_new;
+  }
+
+  /// With as many rows as `dim` of each matrix has.
+  FlatViews narrow_matrices(int64_t dim) const {
+    std::vector<at::Tensor> shapes;
+    for (const at::Tensor& matrix : matrices) {
+      shapes.push_back(at::empty({}, gradients.options())
+                           .expand({matrix.size(0), matrix.size(dim), rank_of(matrix)}));
+    }
+    return flat_views(shapes, [](int64_t elements, const at::TensorOptions& options) {
+      return at::empty({elements}, options);
+    });
   }
 
   int64_t rank_of(const at::Tensor& matrix) const {
@@ -201,7 +199,7 @@ struct Compression {
   void prepare_qs(bool are_new) {
     at::Generator generator;
     if (are_new) generator = at::make_generator<at::CPUGeneratorImpl>(kept().next_seed());
-    for (at::Tensor& q : qs) {
+    for (at::Tensor& q : qs.views) {
       if (are_new) q.copy_(at::randn(q.sizes(), generator, at::dtype(q.scalar_type())));
       orthogonalize(q, options().orthogonalization_epsilon);
     }
@@ -226,13 +224,13 @@ struct Compression {
       before = gradients.clone();
     }
     if (!square) divide_tensors(bucket);
-    std::vector<at::Tensor> flat;
-    for (const at::Tensor& tensor : uncompressed) flat.push_back(tensor.reshape({-1}));
-    uncompressed_memory = flat.empty() ? at::empty({0}, gradients.options()) : at::cat(flat);
     prepare_qs(find_memory());
-    for (size_t i = 0; i < matrices.size(); ++i) multiply(ps[i], matrices[i], qs[i]);
-    if (!uncompressed.empty()) uncompressed_work = group.all_reduce_async(uncompressed_memory);
-    if (!matrices.empty()) ps_work = group.all_reduce_async(p_memory);
+    for (size_t i = 0; i < matrices.size(); ++i) multiply(ps.views[i], matrices[i], qs.views[i]);
+    if (!uncompressed.empty()) {
+      uncompressed_memory = at::flatten_dense_tensors(uncompressed);
+      uncompressed_work = group.all_reduce_async(uncompressed_memory);
+    }
+    if (!matrices.empty()) ps_work = group.all_reduce_async(ps.memory[0]);
   }
 
   at::Tensor finish() {
@@ -240,11 +238,8 @@ struct Compression {
     if (!uncompressed.empty()) {
       uncompressed_work.wait();
       uncompressed_memory.div_(group.size());
-      int64_t offset = 0;
-      for (const at::Tensor& tensor : uncompressed) {
-        tensor.copy_(uncompressed_memory.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
-        offset += tensor.numel();
-      }
+      const auto means = at::unflatten_dense_tensors(uncompressed_memory, uncompressed);
+      for (size_t i = 0; i < means.size(); ++i) uncompressed[i].copy_(means[i]);
     }
     if (!matrices.empty()) decompress();
     kept().keep(index, before, gradients);
@@ -256,15 +251,15 @@ struct Compression {
     ps_work.wait();
     for (size_t i = 0; i < matrices.size(); ++i) {
       // The mean would have the same directions.
-      orthogonalize(ps[i], options().orthogonalization_epsilon);
+      orthogonalize(ps.views[i], options().orthogonalization_epsilon);
     }
     for (size_t i = 0; i < matrices.size(); ++i) {
-      multiply(qs[i], matrices[i].transpose(1, 2), ps[i]);
+      multiply(qs.views[i], matrices[i].transpose(1, 2), ps.views[i]);
     }
-    group.all_reduce(q_memory);
-    q_memory.div_(group.size());
+    group.all_reduce(qs.memory[0]);
+    qs.memory[0].div_(group.size());
     for (size_t i = 0; i < matrices.size(); ++i) {
-      multiply(matrices[i], ps[i], qs[i].transpose(1, 2));
+      multiply(matrices[i], ps.views[i], qs.views[i].transpose(1, 2));
       for (size_t k = 0; k < originals[i].size(); ++k) originals[i][k].copy_(matrices[i][k]);
     }
   }

@@ -8,16 +8,10 @@
 #include "lockstep/base/cores.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
 namespace {
-
-c10::Device device_of(const torch::nn::Module& module) {
-  const auto parameters = module.parameters();
-  if (!parameters.empty()) return parameters.front().device();
-  const auto buffers = module.buffers();
-  return buffers.empty() ? c10::Device(c10::kCPU) : buffers.front().device();
-}
 
 /// `replicas` of them at most; 0: all.
 std::vector<c10::Device> all_devices(const torch::nn::Module& module, int64_t replicas) {
@@ -67,12 +61,18 @@ std::string members_of(const torch::nn::Module& module, std::string_view object)
   all << module;
   // The base class has the mode, and no member of a user's.
   all << object.substr(std::min(object.size(), sizeof(torch::nn::Module)));
-  for (const auto& [name, tensor] : named_tensors(module))
-    all << ' ' << tensor.unsafeGetTensorImpl();
+  for (const auto& [name, tensor] : state_dict(module)) all << ' ' << tensor.unsafeGetTensorImpl();
   return all.str();
 }
 
 }  // namespace
+
+c10::Device device_of(const torch::nn::Module& module) {
+  const auto parameters = module.parameters();
+  if (!parameters.empty()) return parameters.front().device();
+  const auto buffers = module.buffers();
+  return buffers.empty() ? c10::Device(c10::kCPU) : buffers.front().device();
+}
 
 DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
                                    DataParallelOptions options, Make make)
@@ -80,7 +80,7 @@ DataParallelCore::DataParallelCore(std::shared_ptr<torch::nn::Module> module,
   if (!module_) throw UsageError("DataParallel: the module is null");
   if (options_.devices.empty()) options_.devices = all_devices(*module_, options_.replicas);
   check_options(options_);
-  tensors_ = named_tensors(*module_);
+  tensors_ = state_dict(*module_);
   if (!options_.output_device) options_.output_device = options_.devices.front();
   check_devices();
   if (options_.devices.size() == 1) return;
@@ -95,7 +95,7 @@ void DataParallelCore::make_replicas(std::string_view members) {
   }
   replicas_.emplace(module_, std::move(copies));
   members_ = members_of(*module_, members);
-  tensors_ = named_tensors(*module_);
+  tensors_ = state_dict(*module_);
 }
 
 void DataParallelCore::check_devices() const {

@@ -35,8 +35,8 @@ ModulePtr typed_pointer(const std::shared_ptr<torch::nn::Module>& module) {
   return ModulePtr(std::dynamic_pointer_cast<ModuleOf<ModulePtr>>(module));
 }
 
-/// Parameters, then buffers, by their full names. One of several names comes several times.
-StateDict named_tensors(const torch::nn::Module& module);
+/// Of its first tensor.
+c10::Device device_of(const torch::nn::Module& module);
 
 /// Another module of the same structure on `device`, made by `clone`, or by `make` where it is
 /// given. Leaves the random numbers of the CPU as they were. Throws UsageError where the module
@@ -200,18 +200,22 @@ void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
                  const std::vector<std::vector<at::Tensor>>& inputs,
                  std::vector<std::vector<at::Tensor>>& outputs);
 
+/// Calls a module's forward with a tuple of arguments.
 template <class ModulePtr, class Inputs>
+auto call_forward(ModulePtr module, Inputs& inputs) {
+  return std::apply([&](auto&... args) { return module->forward(args...); }, inputs);
+}
+
+/// What `call(modules[i], inputs[i])` gives for each of the inputs, all at once.
+template <class ModulePtr, class Inputs, class Call>
 auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
-                   const std::vector<ModulePtr>& modules, std::vector<Inputs>& inputs) {
-  const auto call = [&](size_t i) {
-    ModulePtr module = modules[i];  // A const ModuleHolder gives a const module only.
-    return std::apply([&](auto&... args) { return module->forward(args...); }, inputs[i]);
-  };
-  using Output = std::decay_t<decltype(call(size_t{0}))>;
+                   const std::vector<ModulePtr>& modules, std::vector<Inputs>& inputs,
+                   const Call& call) {
+  using Output = std::decay_t<decltype(call(modules.front(), inputs.front()))>;
   std::vector<std::vector<at::Tensor>> parameters, given, tensors;
   for (Inputs& input : inputs) given.push_back(collect_tensors(input));
   std::vector<std::optional<Output>> made(inputs.size());
-  threads->run(inputs.size(), [&](size_t i) { made[i].emplace(call(i)); });
+  threads->run(inputs.size(), [&](size_t i) { made[i].emplace(call(modules[i], inputs[i])); });
   std::vector<Output> outputs;
   for (size_t i = 0; i < inputs.size(); ++i) {
     outputs.push_back(std::move(*made[i]));
@@ -230,7 +234,7 @@ auto apply_modules(const std::shared_ptr<ReplicaThreads>& threads,
 /// arguments. The threads have the caller's grad mode, autocast and streams. Their LibTorch threads
 /// are the caller's in equal parts, at least 1. On the CPU backward of the outputs runs on a thread
 /// per module as well, unless an input needs a gradient. `devices` names the modules' devices in
-/// errors, and says where streams are taken from. Empty: those of their first parameters.
+/// errors, and says where streams are taken from. Empty: those of their first tensors.
 ///
 /// Throws ReplicaError when a module throws, and UsageError for lists of different lengths.
 template <class ModulePtr, class... Args>
@@ -238,10 +242,7 @@ auto parallel_apply(const std::vector<ModulePtr>& modules,
                     const std::vector<std::tuple<Args...>>& inputs,
                     std::vector<c10::Device> devices = {}) {
   if (devices.empty()) {
-    for (const ModulePtr& module : modules) {
-      const auto parameters = module->parameters();
-      devices.push_back(parameters.empty() ? c10::Device(c10::kCPU) : parameters.front().device());
-    }
+    for (const ModulePtr& module : modules) devices.push_back(detail::device_of(*module));
   }
   if (modules.empty() || modules.size() != inputs.size() || modules.size() != devices.size()) {
     throw UsageError("parallel_apply: " + std::to_string(modules.size()) + " modules, " +
@@ -251,7 +252,8 @@ auto parallel_apply(const std::vector<ModulePtr>& modules,
   }
   auto arguments = inputs;
   return detail::apply_modules(std::make_shared<detail::ReplicaThreads>(std::move(devices)),
-                               modules, arguments);
+                               modules, arguments,
+                               detail::call_forward<ModulePtr, std::tuple<Args...>>);
 }
 
 /// The same for modules of one argument, a tensor.
@@ -275,16 +277,14 @@ class DataParallelCore {
   c10::Device output_device() const { return *options_.output_device; }
   int64_t dim() const { return options_.dim; }
   void make_replicas(std::string_view members);
-  /// Runs each part on a replica, which `typed` makes of the copied module, and gathers the
-  /// outputs. `members` are the bytes of the module's object: where they, or what the module
-  /// prints, are others than before, the replicas are made anew. Throws UsageError where the module
-  /// is not on the first device.
-  template <class Inputs, class Typed>
-  auto run(std::vector<Inputs>& parts, std::string_view members, const Typed& typed) {
+  /// Calls `call(replica, part)` for each part at once, and gathers the outputs. `members` are the
+  /// bytes of the module's object: where they, or what the module prints, are others than before,
+  /// the replicas are made anew. Throws UsageError where the module is not on the first device.
+  template <class Inputs, class Call>
+  auto run(std::vector<Inputs>& parts, std::string_view members, const Call& call) {
     prepare(parts.size(), members);
-    std::vector<decltype(typed(module_))> replicas;
-    for (const auto& replica : replicas_->replicas()) replicas.push_back(typed(replica));
-    return lockstep::gather(apply_modules(threads_, replicas, parts), output_device(), dim());
+    return lockstep::gather(apply_modules(threads_, replicas_->replicas(), parts, call),
+                            output_device(), dim());
   }
   void check_devices() const;
 
@@ -360,13 +360,15 @@ class DataParallel {
     }
     if (parts.size() < 2) {
       core_.check_devices();
-      auto output =
-          std::apply([&](auto&... each) { return module_->forward(each...); }, parts.front());
+      auto output = detail::call_forward(module_, parts.front());
       if (core_.devices().size() == 1) return output;
       return lockstep::gather(std::vector<decltype(output)>{std::move(output)},
                               core_.output_device(), core_.dim());
     }
-    return core_.run(parts, members(), detail::typed_pointer<ModulePtr>);
+    const auto call = [](const std::shared_ptr<torch::nn::Module>& replica, Inputs& part) {
+      return detail::call_forward(detail::typed_pointer<ModulePtr>(replica), part);
+    };
+    return core_.run(parts, members(), call);
   }
   template <class... Args>
   auto operator()(Args&&... args) {

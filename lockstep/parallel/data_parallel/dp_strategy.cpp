@@ -10,20 +10,13 @@
 namespace lockstep {
 namespace {
 
-/// The setup's forward with a module: what DataParallel copies and calls.
-struct Runnable {
-  std::shared_ptr<torch::nn::Module> module;
-  std::function<at::Tensor(torch::nn::Module&, const at::Tensor&)> run;
-  at::Tensor forward(const at::Tensor& input) const { return run(*module, input); }
-  std::vector<at::Tensor> parameters() const { return module->parameters(); }
-};
-
 class DpStrategy : public detail::WholeOptimizerStrategy {
  public:
   explicit DpStrategy(const StrategySetup& setup)
       : WholeOptimizerStrategy("dp", checked(setup)),
-        core_(setup.module, setup.options.dp.value_or(DataParallelOptions()), {}) {
-    own_ = {setup.module, setup.forward};
+        core_(setup.module, setup.options.dp.value_or(DataParallelOptions()), {}),
+        module_(setup.module),
+        run_(setup.forward) {
     core_.make_replicas({});
   }
 
@@ -61,15 +54,16 @@ class DpStrategy : public detail::WholeOptimizerStrategy {
   }
 
   at::Tensor forward(const at::Tensor& input) {
-    auto parts = lockstep::scatter(std::tuple<at::Tensor>(input), core_.devices(), core_.dim());
-    if (parts.size() < 2) return own_.forward(input);
-    return core_.run(parts, {}, [this](const std::shared_ptr<torch::nn::Module>& replica) {
-      return std::make_shared<Runnable>(Runnable{replica, own_.run});
+    auto parts = lockstep::scatter(input, core_.devices(), core_.dim());
+    if (parts.size() < 2) return run_(*module_, input);
+    return core_.run(parts, {}, [this](const auto& replica, const at::Tensor& part) {
+      return run_(*replica, part);
     });
   }
 
   detail::DataParallelCore core_;
-  Runnable own_;
+  std::shared_ptr<torch::nn::Module> module_;
+  std::function<at::Tensor(torch::nn::Module&, const at::Tensor&)> run_;
 };
 
 }  // namespace

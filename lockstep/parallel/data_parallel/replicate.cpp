@@ -10,6 +10,7 @@
 #include "lockstep/autograd/recorded_state.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
 namespace {
@@ -22,7 +23,7 @@ using torch::nn::Module;
 constexpr size_t kSmallBuffer = 1 << 20;
 
 void check_alike(const Module& module, const Module& copy) {
-  const StateDict own = named_tensors(module), others = named_tensors(copy);
+  const StateDict own = state_dict(module), others = state_dict(copy);
   const auto alike = [](const auto& a, const auto& b) {
     return a.first == b.first && a.second.sizes() == b.second.sizes() &&
            a.second.scalar_type() == b.second.scalar_type();
@@ -116,13 +117,6 @@ bool bring_over(Own& own, const at::Tensor& source, bool always) {
 
 }  // namespace
 
-StateDict named_tensors(const Module& module) {
-  StateDict all;
-  for (const auto& item : module.named_parameters()) all.emplace_back(item.key(), item.value());
-  for (const auto& item : module.named_buffers()) all.emplace_back(item.key(), item.value());
-  return all;
-}
-
 std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::Device device,
                                     const std::function<std::shared_ptr<Module>()>& make) {
   // `clone` draws initial values that nobody uses.
@@ -159,14 +153,14 @@ struct ReplicaSet::Row {
 ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
                        std::vector<std::shared_ptr<Module>> replicas)
     : module_(std::move(module)), replicas_(std::move(replicas)) {
-  for (const auto& item : module_->named_parameters()) rows_.push_back({item.value(), false});
-  for (const auto& item : module_->named_buffers()) rows_.push_back({item.value(), true});
+  for (const at::Tensor& tensor : module_->parameters()) rows_.push_back({tensor, false});
+  for (const at::Tensor& tensor : module_->buffers()) rows_.push_back({tensor, true});
   for (const auto& replica : replicas_) {
+    // They are no leaves: they need a gradient when they are linked.
+    for (at::Tensor& parameter : replica->parameters()) parameter.requires_grad_(false);
     size_t next = 0;
-    for (const auto& [name, tensor] : named_tensors(*replica)) {
-      // A replica's parameters are no leaves: they need a gradient when they are linked.
-      tensor.requires_grad_(false);
-      rows_[next++].own.push_back({tensor});
+    for (const auto& tensors : {replica->parameters(), replica->buffers()}) {
+      for (const at::Tensor& tensor : tensors) rows_[next++].own.push_back({tensor});
     }
   }
 }

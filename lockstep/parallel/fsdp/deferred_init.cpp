@@ -129,6 +129,16 @@ void register_kernel() {
   }();
 }
 
+/// Calls `f` with each memory of the tape that the operation touches.
+template <class F>
+void each_memory(const Noted& noted, const F& f) {
+  const auto touch = [&f](const at::Tensor& tensor) {
+    if (tensor.is_meta()) f(memory_of(tensor));
+  };
+  for (const c10::IValue& argument : noted.arguments) each_tensor(argument, touch);
+  for (const at::Tensor& result : noted.results) touch(result);
+}
+
 /// Real memory for the tape's.
 class Replay {
  public:
@@ -210,33 +220,21 @@ void run_deferred(
   for (const auto& tape : tapes) {
     // The last operation that touches a memory completes it. Ranks go through them in one order.
     std::unordered_map<const void*, size_t> last;
-    std::vector<const void*> in_order;
-    for (size_t i = 0; i < tape->all.size(); ++i) {
-      const Noted& noted = tape->all[i];
-      const auto touch = [&](const at::Tensor& tensor) {
-        if (!tensor.is_meta()) return;
-        if (last.insert_or_assign(memory_of(tensor), i).second)
-          in_order.push_back(memory_of(tensor));
-      };
-      for (const c10::IValue& argument : noted.arguments) each_tensor(argument, touch);
-      for (const at::Tensor& result : noted.results) touch(result);
-    }
-    std::vector<std::vector<const void*>> complete(tape->all.size());
-    for (const void* memory : in_order) complete[last.at(memory)].push_back(memory);
+    for (size_t i = 0; i < tape->all.size(); ++i)
+      each_memory(tape->all[i], [&](const void* memory) { last[memory] = i; });
     Replay replay;
     for (size_t i = 0; i < tape->all.size(); ++i) {
       replay.run(tape->all[i]);
-      for (const void* memory : complete[i]) {
-        const auto found = wanted.find(memory);
-        if (found != wanted.end()) {
-          for (const at::Tensor& tensor : found->second) {
-            const at::Tensor values = replay.real(tensor);
-            tensor.unsafeGetTensorImpl()->set_backend_meta(nullptr);
-            made(tensor, values);
-          }
+      each_memory(tape->all[i], [&](const void* memory) {
+        if (last.at(memory) != i) return;
+        last[memory] = tape->all.size();  // It may come twice in one operation.
+        for (const at::Tensor& tensor : wanted[memory]) {
+          const at::Tensor values = replay.real(tensor);
+          tensor.unsafeGetTensorImpl()->set_backend_meta(nullptr);
+          made(tensor, values);
         }
         replay.forget(memory);
-      }
+      });
     }
   }
 }
