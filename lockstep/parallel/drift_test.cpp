@@ -232,6 +232,10 @@ TEST(Drift, AStrategyComparesTheRateAndWhatIsSaved) {
         const auto [apart, by_hook] = make(true, own, local);
         train(apart, *by_hook, 3);
         by_hook->check_equal();
+        const auto [partly, but_one] = make(true, 0.1, {.ignored = {"first.weight"}});
+        if (group.rank() == 1) partly->first->weight.detach().add_(1);
+        train(partly, *but_one, 3);
+        but_one->check_equal();
         const auto [other, unchecked] = make(false, own);
         train(other, *unchecked, 3);
         unchecked->check_equal();

@@ -149,6 +149,65 @@ TEST(TrainingModule, TwoOptimizersMakeTheStepsOfALoopByHand) {
   expect_equal(copies(*duel), duel_by_hand(2));
 }
 
+/// A loss that does not depend on all parameters.
+class HalfUsed : public TrainingModule<Pairs> {
+ public:
+  HalfUsed()
+      : used(register_module("used", torch::nn::Linear(3, 3))),
+        spare(register_module("spare", torch::nn::Linear(3, 3))) {}
+  at::Tensor training_step(const Pairs& pairs, int64_t) override {
+    return at::mse_loss(used->forward(pairs.left), pairs.right);
+  }
+  std::vector<OptimizerConfig> configure_optimizers() override { return {{.make = sgd()}}; }
+
+  torch::nn::Linear used, spare;
+};
+
+/// The weights of `used` after an epoch on 2 ranks; those of `spare` must be as they were.
+at::Tensor train_half(const TrainerOptions& options) {
+  std::vector<std::shared_ptr<HalfUsed>> modules;
+  std::vector<TrainTask> tasks;
+  for (int rank = 0; rank < 2; ++rank) {
+    at::manual_seed(5);
+    modules.push_back(std::make_shared<HalfUsed>());
+    tasks.push_back(train_task(modules.back(), PairLoader(rank, 2)));
+  }
+  const at::Tensor spare = modules[0]->spare->weight.detach().clone();
+  at::Tensor used;
+  run_group(2,
+            [&](ProcessGroup group) {
+              const auto rank = static_cast<size_t>(group.rank());
+              StepLoop loop(tasks[rank], group, options);
+              loop.run_epoch(0, 0, [](const StepResult&) { return true; });
+              for (const auto& [name, tensor] : detail::model_state(*modules[rank], loop.parts())) {
+                if (name == "spare.weight") EXPECT_TRUE(at::equal(tensor, spare));
+                if (name == "used.weight") used = tensor.clone();
+              }
+            },
+            {.backend = "shm"});
+  return used;
+}
+
+TEST(TrainingModule, OptionsOfAStrategyReachIt) {
+  const StrategyOptions ddp{.ddp = DdpOptions{.find_unused_parameters = true}};
+  const StrategyOptions fsdp{
+      .fsdp = FsdpOptions{.units = {"used", "spare"}, .find_unused_parameters = true}};
+  const at::Tensor expected = train_half({.strategy_options = ddp});
+  EXPECT_TRUE(at::equal(train_half({.strategy = "fsdp", .strategy_options = fsdp}), expected));
+  StrategyOptions rounded = ddp;
+  rounded.ddp->comm_hook = CommHook::bf16_compress;
+  const at::Tensor other = train_half({.strategy_options = rounded});
+  EXPECT_FALSE(at::equal(other, expected));
+  EXPECT_TRUE(at::allclose(other, expected, 1e-2, 1e-2));
+  const auto refused = [](const char* strategy, const StrategyOptions& options, const char* what) {
+    EXPECT_THAT([&] { train_half({.strategy = strategy, .strategy_options = options}); },
+                ThrowsMessage<UsageError>(HasSubstr(what)));
+  };
+  refused("ddp", {}, "spare.weight");
+  refused("fsdp", {}, "spare.weight");
+  refused("fsdp", {.fsdp = FsdpOptions{.units = {"usde"}}}, "'usde'");
+}
+
 /// Of every rank the same, and other ones than without the other ranks' data.
 TEST(TrainingModule, TwoOptimizersKeepTheRanksAlike) {
   std::vector<std::vector<at::Tensor>> weights(2);

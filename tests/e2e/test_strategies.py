@@ -140,6 +140,15 @@ class Strategies(unittest.TestCase):
                 self.assertTrue(any(line.startswith(f"resumed after step {step} ") for line in lines), lines)
 
 
+class Options(unittest.TestCase):
+    def test_gradients_of_16_bits_end_near_those_of_32(self):
+        with t.temporary_folder() as folder:
+            plain = train("ddp", "--save-weights", folder / "plain")
+            rounded = train("ddp", "--comm-hook", "bf16_compress", "--bucket-cap-mb", 0.1, "--save-weights", folder / "rounded")
+            self.assertNotEqual(weights(folder / "plain"), weights(folder / "rounded"))
+            self.assertAlmostEqual(float(plain[-1].split()[-1]), float(rounded[-1].split()[-1]), delta=0.05)
+
+
 class WrongUse(unittest.TestCase):
     def refuse(self, flags, code, *texts):
         result = t.run(t.LOCKSTEP, "train", "--dataset", "digits", *flags, check=False)
@@ -155,8 +164,7 @@ class WrongUse(unittest.TestCase):
         self.refuse(("--num-micro-batches", "0"), 2, "--num-micro-batches")
 
     def test_strategies_that_do_not_combine(self):
-        self.refuse(("--mesh", "dp=1"), 2, "strategy ddp takes no mesh (dp=1)")
-        self.refuse(("--num-micro-batches", "2"), 2, "--num-micro-batches is for --strategy pipeline")
+        self.refuse(("--mesh", "dp=1"), 2, "strategy ddp takes no mesh")
 
     def test_what_does_not_go_with_lbfgs(self):
         lbfgs = ("--optimizer", "lbfgs", "--limit-train-batches", 2)
@@ -172,7 +180,11 @@ class WrongUse(unittest.TestCase):
     def test_flags_of_other_strategies(self):
         self.refuse(("--dp-replicas", 2), 2, "--dp-replicas is for --strategy dp; --strategy is ddp")
         self.refuse(("--dp-replicas", 0, "--strategy", "dp"), 2, "--dp-replicas")
-        self.refuse(("--pipeline-balance", "time"), 2, "--pipeline-balance is for --strategy pipeline")
+        self.refuse(("--find-unused-parameters", "--strategy", "zero1"), 2, "--find-unused-parameters", "zero1")
+        self.refuse(("--comm-hook", "bf16_compress", "--strategy", "fsdp"), 2, "--comm-hook", "fsdp")
+        self.refuse(("--fsdp-units", "0"), 2, "--fsdp-units", "ddp")
+        self.refuse(("--fsdp-units", "layer", "--strategy", "fsdp"), 2, "unknown module 'layer'")
+        self.refuse(("--bucket-cap-mb", 1, "--logical-shards", 1), 2, "ddp options", "logical shards")
         self.refuse(("--pipeline-balance", "size", "--strategy", "pipeline"), 2, "--pipeline-balance")
 
     def test_a_level_that_contradicts_the_precision(self):

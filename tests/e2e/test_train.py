@@ -446,7 +446,8 @@ class Files(unittest.TestCase):
         keys = set()
         for own in ("weight-decay = 0\nstrategy = \"pipeline\"\nnum-micro-batches = 2\n",
                     "strategy = \"dp\"\ndp-replicas = 2\noptimizer = \"lbfgs\"\nmax-iter = 2\nhistory-size = 3\n",
-                    "min-ranks = 1\ntest-fraction = 0.5\nmodel = \"gpt:layers=1,heads=1,channels=8,context=8\"\n"
+                    "strategy = \"fsdp\"\nfsdp-min-unit-elements = 9\n",
+                    "min-ranks = 1\nbucket-cap-mb = 1\ntest-fraction = 0.5\nmodel = \"gpt:layers=1,heads=1,channels=8,context=8\"\n"
                     f"dataset = \"text:{__file__}\"\n"):
             with t.temporary_folder() as folder:
                 optional = folder / "run.toml"

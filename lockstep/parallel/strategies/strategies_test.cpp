@@ -1,9 +1,13 @@
 #include "lockstep/parallel/strategies/strategies.h"
 
 #include <ATen/Functions.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/nn/modules/linear.h>
+
+#include <algorithm>
+#include <atomic>
 
 #include "lockstep/base/error.h"
 #include "lockstep/optim/optim.h"
@@ -14,6 +18,9 @@ namespace lockstep {
 namespace strategies_test {
 
 using test::run_group;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
 using torch::nn::Linear;
 
 std::shared_ptr<torch::nn::SequentialImpl> make_module() {
@@ -27,8 +34,9 @@ StateDict copy_of(StateDict state) {
 
 std::unique_ptr<Strategy> wrap(const std::string& name,
                                const std::shared_ptr<torch::nn::SequentialImpl>& module,
-                               const ProcessGroup& group) {
+                               const ProcessGroup& group, const StrategyOptions& options = {}) {
   StrategySetup setup;
+  setup.options = options;
   setup.module = module;
   for (const auto& child : module->named_children()) {
     const auto linear = std::dynamic_pointer_cast<torch::nn::LinearImpl>(child.value());
@@ -87,6 +95,61 @@ TEST(Strategies, EachTakesAModuleThatAnyOtherHasLeft) {
       }
     }
   });
+}
+
+/// Options, as messages name them, and the strategies that take them.
+struct Kind {
+  std::string name;
+  std::vector<std::string> takers;
+  StrategyOptions options;
+};
+
+TEST(Strategies, RefuseTheOptionsOfOthersByName) {
+  const std::vector<Kind> kinds{
+      {"ddp options", {"ddp"}, {.ddp = DdpOptions()}},
+      {"zero options", {"zero1", "zero2"}, {.zero = ZeroOptions()}},
+      {"fsdp options", {"fsdp"}, {.fsdp = FsdpOptions()}},
+      {"pipeline options", {"pipeline"}, {.pipeline = PipelineOptions()}},
+      {"dp options", {"dp"}, {.dp = DataParallelOptions()}},
+      {"logical shards", {"ddp"}, {.logical_shards = LogicalShardsOptions{.count = 1}}},
+      {"mesh", {"pipeline"}, {.mesh = "pp=1"}}};
+  for (const std::string& strategy : strategy_names()) {
+    for (const Kind& kind : kinds) {
+      StrategySetup setup;
+      setup.options = kind.options;
+      if (std::find(kind.takers.begin(), kind.takers.end(), strategy) != kind.takers.end()) {
+        EXPECT_NO_THROW(data_share(strategy, kind.options, 0, 1)) << kind.name;
+        continue;
+      }
+      const auto names_both = ThrowsMessage<UsageError>(
+          AllOf(HasSubstr("strategy " + strategy + " "), HasSubstr("no " + kind.name)));
+      EXPECT_THAT([&] { data_share(strategy, kind.options, 0, 1); }, names_both);
+      EXPECT_THAT([&] { make_strategy(strategy, setup); }, names_both);
+    }
+  }
+  const StrategyOptions both{.ddp = DdpOptions(),
+                             .logical_shards = LogicalShardsOptions{.count = 1}};
+  EXPECT_THROW(data_share("ddp", both, 0, 1), UsageError);
+  EXPECT_THROW(data_share("ddp", {.logical_shards = LogicalShardsOptions()}, 0, 1), UsageError);
+}
+
+/// Also of one rank, where there is nothing to send.
+TEST(Strategies, DdpCallsAHookOfTheUsersOwn) {
+  for (const int ranks : {1, 2}) {
+    std::atomic<int> calls = 0;
+    run_group(ranks, [&](ProcessGroup group) {
+      const auto module = make_module();
+      DdpOptions ddp;
+      ddp.custom_hook = [&](const ProcessGroup&, GradientBucket& bucket) {
+        ++calls;
+        return bucket.gradients.zero_();
+      };
+      const auto strategy = wrap("ddp", module, group, {.ddp = ddp});
+      backward(*strategy, *module, group.rank());
+      EXPECT_EQ(strategy->clip_grad_norm(1), 0);
+    });
+    EXPECT_EQ(calls, ranks);
+  }
 }
 
 /// The module's own zero_grad does not reach the shards'.

@@ -3,10 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
+#include "lockstep/parallel/strategies/strategies.h"
 
 namespace lockstep {
 namespace run_config_test {
@@ -232,10 +234,7 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
                  "--dataset: unknown value 'imagenet'; expected one of mnist, fashion-mnist, "
                  "cifar10, digits, random, file:PATH, text:PATH, folder:PATH");
   expect_refused({"--strategy", "dpd"}, "--strategy: unknown value 'dpd'");
-  expect_refused({"--num-micro-batches", "2"}, "is for --strategy pipeline");
-  expect_refused({"--pipeline-schedule", "gpipe"}, "is for --strategy pipeline");
-  expect_refused({"--pipeline-balance", "time"}, "is for --strategy pipeline");
-  expect_refused({"--dp-replicas", "2"}, "is for --strategy dp; --strategy is ddp");
+  expect_refused({"--comm-hook", "fp16"}, "did you mean 'fp16_compress'?");
   expect_refused({"--history-size", "2"}, "is for --optimizer lbfgs");
   expect_refused({"--lr-gamma", "0.5"}, "is for --schedule step");
   expect_refused({"--min-lr", "0.5"},
@@ -245,6 +244,67 @@ TEST(CheckConfig, UnknownWordsGetTheNearestOne) {
   expect_refused({"--precision", "bfloat16"}, "did you mean 'bf16-mixed' or 'bf16-true'?");
   expect_refused({"--precision", "Float32"}, "did you mean '32-true'?");
   expect_refused({"--amp-level", "O4"}, "--amp-level");
+}
+
+TEST(CheckConfig, FlagsOfAStrategyAreRefusedWithTheOthers) {
+  const std::vector<std::pair<std::vector<std::string>, std::vector<std::string>>> rows{
+      {{"--find-unused-parameters"}, {"ddp", "fsdp"}},
+      {{"--bucket-cap-mb", "1"}, {"ddp"}},
+      {{"--comm-hook", "bf16_compress"}, {"ddp"}},
+      {{"--logical-shards", "2"}, {"ddp"}},
+      {{"--fsdp-units", "a"}, {"fsdp"}},
+      {{"--fsdp-min-unit-elements", "1"}, {"fsdp"}},
+      {{"--num-micro-batches", "2"}, {"pipeline"}},
+      {{"--pipeline-schedule", "gpipe"}, {"pipeline"}},
+      {{"--pipeline-stages-per-rank", "2"}, {"pipeline"}},
+      {{"--pipeline-plan", "a"}, {"pipeline"}},
+      {{"--pipeline-balance", "time"}, {"pipeline"}},
+      {{"--recompute-activations"}, {"pipeline"}},
+      {{"--dp-replicas", "2"}, {"dp"}}};
+  for (const auto& [flag, takers] : rows) {
+    for (const std::string& strategy : strategy_names()) {
+      std::vector<std::string> words = flag;
+      words.insert(words.end(), {"--strategy", strategy});
+      if (std::find(takers.begin(), takers.end(), strategy) == takers.end()) {
+        expect_refused(words, flag.front() + " is for ");
+        expect_refused(words, "--strategy is " + strategy);
+      } else {  // The table of strategies knows the same.
+        EXPECT_NO_THROW(data_share(strategy, strategy_options(checked(words)), 0, 1));
+      }
+    }
+  }
+}
+
+TEST_F(ConfigFile, SetsTheOptionsOfStrategies) {
+  const RunConfig plain;
+  EXPECT_FALSE(strategy_options(plain).ddp);
+  const StrategyOptions ddp = strategy_options(
+      read("find-unused-parameters = true\nbucket_cap_mb = 2\ncomm-hook = 'fp16_compress'\n"));
+  EXPECT_TRUE(ddp.ddp->find_unused_parameters);
+  EXPECT_EQ(ddp.ddp->bucket_cap_mb, 2);
+  EXPECT_EQ(ddp.ddp->comm_hook, CommHook::fp16_compress);
+  EXPECT_FALSE(ddp.fsdp || ddp.pipeline || ddp.dp || ddp.logical_shards);
+  const StrategyOptions fsdp = strategy_options(
+      read("strategy = 'fsdp'\nfind-unused-parameters = true\nfsdp-units = 'a,h.*'\n"
+           "fsdp-min-unit-elements = 7\n"));
+  EXPECT_TRUE(fsdp.fsdp->find_unused_parameters);
+  EXPECT_EQ(fsdp.fsdp->units, (std::vector<std::string>{"a", "h.*"}));
+  EXPECT_EQ(fsdp.fsdp->min_unit_elements, 7);
+  EXPECT_FALSE(fsdp.ddp);
+  const StrategyOptions pipeline = strategy_options(
+      read("num-micro-batches = 8\npipeline-schedule = 'gpipe'\npipeline-plan = 'a,b'\n"
+           "pipeline-stages-per-rank = 3\npipeline-balance = 'parameters'\n"
+           "recompute-activations = true\n"));
+  EXPECT_EQ(pipeline.pipeline->num_micro_batches, 8);
+  EXPECT_EQ(pipeline.pipeline->schedule, "gpipe");
+  EXPECT_EQ(pipeline.pipeline->stages_per_rank, 3);
+  EXPECT_EQ(pipeline.pipeline->plan, (std::vector<std::string>{"a", "b"}));
+  EXPECT_EQ(pipeline.pipeline->balance, "parameters");
+  EXPECT_TRUE(pipeline.pipeline->recompute_activations);
+  const StrategyOptions shards = strategy_options(read("logical-shards = 4\nseed = 9\n"));
+  EXPECT_EQ(shards.logical_shards->count, 4);
+  EXPECT_EQ(shards.logical_shards->seed, 9u);
+  EXPECT_EQ(strategy_options(read("dp-replicas = 3\n")).dp->replicas, 3);
 }
 
 TEST(CheckConfig, AFileWithoutANameIsNoDataSet) {
