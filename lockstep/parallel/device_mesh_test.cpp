@@ -69,6 +69,20 @@ TEST_P(DeviceMeshTest, LaysRanksOutRowByRow) {
   });
 }
 
+TEST_P(DeviceMeshTest, DimensionsTogetherAreAGroup) {
+  run_group(8, [](ProcessGroup group) {
+    const DeviceMesh mesh = init_device_mesh(group, "a=2,b=2,c=2");
+    const ProcessGroup outer = mesh.flatten({"a", "c"});
+    EXPECT_EQ(outer.size(), 4);
+    EXPECT_EQ(outer.rank(), mesh.get_local_rank("a") * 2 + mesh.get_local_rank("c"));
+    EXPECT_EQ(sum_of_ranks(outer, group.rank()), mesh.get_local_rank("b") == 0 ? 10 : 18);
+    EXPECT_TRUE(mesh.flatten({"a", "b", "c"}) == group);
+    EXPECT_TRUE(mesh.flatten({"b"}) == mesh.get_group("b"));
+    EXPECT_EQ(mesh.flatten({}).size(), 1);
+    EXPECT_THROW((void)mesh.flatten({"d"}), UsageError);
+  });
+}
+
 TEST_P(DeviceMeshTest, OneDimensionOfAllRanksIsTheGroupItself) {
   run_group(3, [](ProcessGroup group) {
     const DeviceMesh mesh = init_device_mesh(group, "pp=3");

@@ -506,6 +506,12 @@ class Quickstart(unittest.TestCase):
         self.assertEqual(lines, [f"{what}, rank {rank}: {' '.join(map(str, values))}"
                                  for what, of_ranks in numbers.items() for rank, values in enumerate(of_ranks)])
 
+    def test_mesh(self):
+        losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+)", run("quickstart/mesh", MASTER_PORT="").stdout)]
+        self.assertEqual(len(losses), 2)
+        self.assertLess(losses[1], losses[0] / 2)
+        self.assertLess(losses[1], 0.5)
+
     def test_parameter_averaging(self):
         accuracies = self.accuracies(run("quickstart/parameter_averaging", MASTER_PORT="").stdout)
         self.assertEqual(len(accuracies), 3)

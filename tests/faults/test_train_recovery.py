@@ -235,13 +235,16 @@ class TrainRecovery(unittest.TestCase):
             self.assertEqual([name for name in os.listdir(folder) if name.startswith(".tmp")], [])
 
     def test_parts_of_the_state_come_back_from_a_snapshot(self):
-        strategies = ["zero1", "zero2", "fsdp", "pipeline"]
-        for strategy in strategies if LONG else self.random.sample(strategies, 2):
-            with self.subTest(strategy=strategy), tempfile.TemporaryDirectory() as folder:
+        alone = [(strategy, "", 2) for strategy in ("zero1", "zero2", "fsdp", "pipeline")]
+        meshes = [("ddp", "pp=2,dp=2", 4), ("zero1", "dp_replicate=2,dp_shard=2", 4), ("zero2", "pp=2,dp=2", 4),
+                  ("fsdp", "dp_replicate=2,dp_shard=2", 4), ("fsdp", "pp=2,dp_shard=2", 4)]
+        some = alone + meshes if LONG else [self.random.choice(alone), self.random.choice(meshes)]
+        for strategy, mesh, devices in some:
+            with self.subTest(strategy=strategy, mesh=mesh), tempfile.TemporaryDirectory() as folder:
                 # Of the launcher's own folder, or in memory beside checkpoints.
                 words = self.random.choice([(), ("--checkpoint-dir", folder)]) + self.random.choice([(), ("--snapshot-every", 20)])
-                self.check_kills(30 if LONG else 2, 2, 300 if LONG else 10, *words, after=250,
-                                 of=("--strategy", strategy, "--limit-train-batches", 60))
+                of = ("--strategy", strategy, "--limit-train-batches", 60) + (("--mesh", mesh) if mesh else ())
+                self.check_kills(30 if LONG else 2, devices, 300 if LONG else 10, *words, after=250, of=of)
 
     def test_logical_shards_have_the_same_bits_with_fewer_ranks_between(self):
         shards = ("--logical-shards", 4, "--batch-size", 32)

@@ -75,16 +75,20 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   std::vector<std::string> strategies = estimated_strategies();
   std::vector<int64_t> devices = {1, 2, 4, 8};
   std::string optimizer = "adam";
+  std::string mesh;
   bool json = false;
   Cli cli("lockstep estimate-memory",
           "Predicts what each rank keeps for training a model, in bytes, before it is made: "
           "parameters, gradients, optimizer state, and work buffers. Activations, the data and the "
           "program itself (some 120 MB) are not included. `lockstep bench memory` measures it.");
   cli.example("lockstep estimate-memory --model gpt --strategy ddp,fsdp --devices 2,8");
+  cli.example("lockstep estimate-memory --strategy fsdp --devices 8 --mesh pp=2,dp_shard=-1");
   cli.example("lockstep estimate-memory --model gpt:layers=48,heads=25,channels=1600,context=1024");
   cli.group("What is trained");
   cli.option("--model", model, "A model, with sizes as `lockstep train` takes them", "NAME");
   cli.list("--strategy", strategies, join(estimated_strategies(), ", "));
+  cli.option("--mesh", mesh, "Dimensions of the ranks, as `lockstep train` takes them",
+             "NAME=SIZE,...");
   cli.list("--devices", devices, "Ranks, several one after the other", {1, 1'000'000});
   cli.choice("--optimizer", optimizer, optimizer_names(), "The optimizer");
   cli.group("Output");
@@ -94,6 +98,7 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   for (const auto& name : strategies) expect_one_of("--strategy", name, estimated_strategies());
   MemoryQuestion question = question_of(model);
   question.optimizer = optimizer;
+  question.mesh = mesh;
   BenchRows rows;
   for (const auto& strategy : strategies) {
     for (const int64_t ranks : devices) {

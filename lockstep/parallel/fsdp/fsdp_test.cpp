@@ -585,6 +585,72 @@ TEST(Fsdp, NoSyncHasTheBitsOfDdpsNoSync) {
   }
 }
 
+/// As the stage of a pipeline by hand does: forwards, then backwards, of which the last averages.
+TEST(Fsdp, MicroBatchesShareOneGathering) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(2, [&](ProcessGroup group) {
+      auto a = filled<Net>(1), b = filled<Net>(1);
+      DistributedDataParallel ddp(a, group);
+      FullyShardedDataParallel fsdp(b, group, options);
+      const auto run = [&](auto& wrapper) {
+        std::vector<at::Tensor> losses;
+        for (int i = 0; i < 3; ++i)
+          losses.push_back(wrapper.forward(input(group.rank(), i)).square().sum());
+        for (int i = 0; i < 2; ++i) {
+          const auto guard = wrapper.no_sync();
+          losses[static_cast<size_t>(i)].backward();
+        }
+        losses.back().backward();
+      };
+      auto ddp_adam = adam(a->parameters()), fsdp_adam = adam(fsdp.parameters());
+      for (int step = 0; step < 2; ++step) {
+        run(ddp);
+        {
+          const auto guard = fsdp.full_parameters();
+          const int64_t before = fsdp.statistics().gathers;
+          run(fsdp);
+          EXPECT_EQ(fsdp.statistics().gathers, before);
+        }
+        ddp_adam->step();
+        fsdp_adam->step();
+        zero_grad(a->parameters());
+        zero_grad(fsdp.parameters());
+      }
+      const auto state = whole(fsdp.full_state_dict());
+      if (group.rank() == 0) expect_equal(state, a->parameters());
+    });
+  }
+}
+
+/// Over two replicas, from the values and buffers of rank 0. The mean is a sum of two sums.
+TEST(Fsdp, AMeshHasReplicas) {
+  for (const FsdpOptions& options : {gathered(), in_common()}) {
+    over_shared_memory(4, [&](ProcessGroup group) {
+      const DeviceMesh mesh = init_device_mesh(group, "dp_replicate=2,dp_shard=2");
+      auto a = filled<Counter>(1), b = filled<Counter>(1 + group.rank());
+      DistributedDataParallel ddp(a, group);
+      FullyShardedDataParallel fsdp(b, mesh, options);
+      auto ddp_adam = adam(a->parameters()), fsdp_adam = adam(fsdp.parameters());
+      for (int step = 0; step < 3; ++step) {
+        ddp.forward(input(group.rank(), step)).square().sum().backward();
+        fsdp.forward(input(group.rank(), step)).square().sum().backward();
+        fsdp.clip_grad_norm(0.5);
+        clip_grad_norm(a->parameters(), 0.5);
+        ddp_adam->step();
+        fsdp_adam->step();
+        zero_grad(a->parameters());
+        zero_grad(fsdp.parameters());
+      }
+      const StateDict state = fsdp.full_state_dict();
+      EXPECT_EQ(state.empty(), mesh.get_local_rank("dp_shard") != 0);
+      const StateDict expected = state_dict(*a);
+      for (size_t i = 0; i < state.size(); ++i)
+        EXPECT_TRUE(at::allclose(state[i].second, expected[i].second, 1e-5, 1e-7))
+            << state[i].first;
+    });
+  }
+}
+
 TEST(Fsdp, AStepWithinNoSyncIsAnError) {
   for (const char* name : {"sgd", "adam"}) {
     over_shared_memory(2, [&](ProcessGroup group) {

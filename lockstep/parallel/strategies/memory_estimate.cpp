@@ -4,6 +4,8 @@
 
 #include "lockstep/base/error.h"
 #include "lockstep/base/words.h"
+#include "lockstep/parallel/strategies/strategy_rows.h"
+#include "lockstep/parallel/training_mesh.h"
 
 namespace lockstep {
 namespace {
@@ -20,53 +22,63 @@ int64_t numbers_kept(const std::string& optimizer, const OptimizerOptions& optio
   throw UsageError(unknown_word("optimizer", optimizer, optimizer_names()));
 }
 
-/// What of the model each rank keeps.
-struct Kept {
-  bool parameters, gradients;  ///< A share; else all.
-  bool optimizer;
-};
+int64_t share_of(int64_t elements, int64_t ranks) {
+  return (elements + ranks - 1) / ranks;
+}
 
-Kept kept_by(const std::string& strategy) {
-  if (strategy == "ddp") return {false, false, false};
-  if (strategy == "zero1") return {false, false, true};
-  if (strategy == "zero2") return {false, true, true};
-  if (strategy == "fsdp") return {true, true, true};
-  throw UsageError(unknown_word("strategy", strategy, estimated_strategies()));
+/// How many ranks a mesh has of a dimension.
+int64_t size_of(const std::vector<MeshDimension>& mesh, const std::string& name) {
+  const auto found = std::ranges::find(mesh, name, &MeshDimension::name);
+  return found == mesh.end() ? 1 : found->size;
 }
 
 }  // namespace
 
 std::vector<std::string> estimated_strategies() {
-  return {"ddp", "zero1", "zero2", "fsdp"};
+  std::vector<std::string> names;
+  for (const auto& row : detail::strategy_rows()) {
+    if (row.make_row) names.push_back(row.info.name);
+  }
+  return names;
 }
 
 MemoryAnswer estimate_memory(const std::string& strategy, const MemoryQuestion& question) {
-  const Kept kept = kept_by(strategy);
+  expect_one_of("strategy", strategy, estimated_strategies());
+  const detail::StrategyRow& row = detail::strategy_row(strategy);
   if (question.elements < 1 || question.ranks < 1 || question.element_bytes < 1)
     throw UsageError("estimate_memory: " + std::to_string(question.elements) + " elements of " +
                      std::to_string(question.element_bytes) + " bytes on " +
                      std::to_string(question.ranks) + " ranks; expected 1 or more of each");
-  if (question.optimizer == "lbfgs" && kept.optimizer)
+  if (question.optimizer == "lbfgs" && row.cuts.optimizer)
     throw UsageError("strategy " + strategy +
                          ": the optimizer lbfgs looks at all parameters as one "
                          "vector, of which a rank has a part only",
                      "ask for strategy ddp, or another optimizer");
-  const auto of = [&](bool shared, int64_t elements) {
-    const int64_t ranks = shared ? question.ranks : 1;
-    return (elements + ranks - 1) / ranks * question.element_bytes;
+  const auto mesh = detail::training_mesh({strategy, row.cuts.any(), row.pipelines}, question.mesh,
+                                          question.ranks);
+  const int64_t stages = size_of(mesh, "pp"), shards = size_of(mesh, "dp_shard");
+  const int64_t trained = share_of(question.elements, stages);
+  const auto bytes = [&](bool cut, int64_t elements) {
+    return share_of(elements, cut ? shards : 1) * question.element_bytes;
   };
   MemoryAnswer answer;
-  answer.state.parameters = of(kept.parameters, question.elements + question.frozen_elements);
-  answer.state.gradients = of(kept.gradients, question.elements);
-  answer.state.optimizer = of(kept.optimizer, question.elements) *
+  answer.state.parameters =
+      bytes(row.cuts.parameters, trained + share_of(question.frozen_elements, stages));
+  answer.state.gradients = bytes(row.cuts.gradients, trained);
+  answer.state.optimizer = bytes(row.cuts.optimizer, trained) *
                            numbers_kept(question.optimizer, question.optimizer_options);
-  if (strategy == "fsdp") {
-    const int64_t unit = std::max<int64_t>(question.largest_unit_elements, 1);
+  const bool is_pipeline = row.pipelines || question.mesh.find("pp=") != std::string::npos;
+  const bool gathers = row.cuts.parameters && !question.shared_memory && shards > 1;
+  const int64_t unit = std::max<int64_t>(question.largest_unit_elements, 1);
+  if (is_pipeline) {
+    // Gradients add up over the micro-batches, with the whole stage gathered.
+    if (row.cuts.gradients) answer.working += trained * question.element_bytes;
+    if (gathers) answer.working += trained * question.gathered_element_bytes;
+  } else if (row.cuts.parameters) {
     // The unit in use, the one before and the one to come, and two buffers of gradients.
     constexpr int64_t kWhole = 3, kStaged = 2;
     answer.working = kStaged * unit * question.element_bytes;
-    if (!question.shared_memory && question.ranks > 1)
-      answer.working += kWhole * unit * question.gathered_element_bytes;
+    if (gathers) answer.working += kWhole * unit * question.gathered_element_bytes;
   }
   return answer;
 }

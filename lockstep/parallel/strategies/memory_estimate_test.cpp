@@ -24,7 +24,21 @@ TEST(MemoryEstimate, FollowsTheFormulasOfZero) {
   EXPECT_EQ(total("zero2", 4), 4'000'000 + 3'000'000);
   EXPECT_EQ(total("fsdp", 4), 4'000'000);
   for (const std::string& strategy : estimated_strategies())
-    EXPECT_EQ(total(strategy.c_str(), 1), 16'000'000);
+    EXPECT_EQ(total(strategy.c_str(), 1), 16'000'000) << strategy;
+}
+
+TEST(MemoryEstimate, FollowsTheMesh) {
+  const auto state = [](const char* strategy, const char* mesh) {
+    MemoryQuestion question = million(8);
+    question.mesh = mesh;
+    return estimate_memory(strategy, question).state.total();
+  };
+  EXPECT_EQ(state("fsdp", "dp_replicate=2,dp_shard=4"), 4'000'000);
+  EXPECT_EQ(state("fsdp", "pp=2,dp_replicate=2,dp_shard=2"), 4'000'000);
+  EXPECT_EQ(state("ddp", "pp=2,dp=4"), 8'000'000);
+  EXPECT_EQ(state("zero1", "pp=2,dp=4"), 4'000'000 + 1'000'000);
+  EXPECT_EQ(state("pipeline", ""), 2'000'000);
+  EXPECT_THROW(state("ddp", "dp_shard=8"), UsageError);
 }
 
 TEST(MemoryEstimate, KnowsOptimizersAndFrozenParameters) {

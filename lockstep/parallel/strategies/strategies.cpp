@@ -12,63 +12,60 @@
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/logical_shards.h"
 #include "lockstep/parallel/pipeline/pipeline_strategy.h"
+#include "lockstep/parallel/strategies/strategy_rows.h"
 #include "lockstep/parallel/training_mesh.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/zero_redundancy_optimizer.h"
 
 namespace lockstep {
-namespace {
-
-struct Row {
-  StrategyInfo info;
-  /// Its options, of those that `given` names.
-  std::vector<std::string> takes;
-  /// How it places a model on ranks that train on different data. Null: `make` does all.
-  detail::MakeRow make_row = nullptr;
-  std::unique_ptr<Strategy> (*make)(const StrategySetup& setup) = nullptr;
-  bool shards = false;     ///< It cuts the model over dp_shard.
-  bool pipelines = false;  ///< Ranks are stages unless a mesh says otherwise.
-  bool by_hosts = false;   ///< It cuts a model within hosts unless a mesh says otherwise.
-};
+namespace detail {
 
 /// Adding a strategy adds its folder, and a line here.
-const std::vector<Row>& rows() {
-  static const std::vector<Row> rows{
+const std::vector<StrategyRow>& strategy_rows() {
+  static const std::vector<StrategyRow> rows{
       {.info = {"ddp", "every rank has the whole model; gradients are averaged"},
        .takes = {"ddp options", "logical shards"},
-       .make_row = detail::make_ddp_row},
+       .make_row = make_ddp_row},
       {.info = {"dp", "one process: a replica for each device or core takes a part of each batch"},
        .takes = {"dp options"},
        .make = make_dp_strategy},
       {.info = {"zero1", "ddp, with the optimizer's state shared out to the ranks"},
        .takes = {"zero options"},
-       .make_row = detail::make_zero1_row,
-       .shards = true},
+       .make_row = make_zero1_row,
+       .cuts = {.optimizer = true}},
       {.info = {"zero2", "zero1, and each rank keeps the gradients of its part only"},
        .takes = {"zero options"},
-       .make_row = detail::make_zero2_row,
-       .shards = true},
+       .make_row = make_zero2_row,
+       .cuts = {.gradients = true, .optimizer = true}},
       {.info = {"pipeline",
                 "ddp over a mesh pp=N: each rank has some layers; micro-batches go "
                 "through them"},
        .takes = {},
-       .make_row = detail::make_ddp_row,
+       .make_row = make_ddp_row,
        .pipelines = true},
       {.info = {"fsdp", "parameters, gradients and the optimizer's state are sharded"},
        .takes = {"fsdp options"},
-       .make_row = detail::make_fsdp_row,
-       .shards = true,
+       .make_row = make_fsdp_row,
+       .cuts = {.parameters = true, .gradients = true, .optimizer = true},
        .by_hosts = true},
   };
   return rows;
 }
 
-const Row& row_of(const std::string& name) {
-  for (const Row& row : rows()) {
+const StrategyRow& strategy_row(const std::string& name) {
+  for (const StrategyRow& row : strategy_rows()) {
     if (row.info.name == name) return row;
   }
   throw UsageError(unknown_word("strategy", name, strategy_names()));
 }
+
+}  // namespace detail
+
+namespace {
+
+using detail::strategy_row;
+using detail::strategy_rows;
+using Row = detail::StrategyRow;
 
 bool is_pipeline_row(const Row& row, const std::string& mesh) {
   const auto dimensions = split(mesh, ',');
@@ -103,7 +100,7 @@ void check_options(const Row& row, const StrategyOptions& options) {
     const bool of_pipeline = name == "pipeline options" && is_pipeline_row(row, options.mesh);
     if (of_pipeline || takes(row, name) || (name == "mesh" && row.make_row)) continue;
     std::vector<std::string> owners;
-    for (const Row& other : rows())
+    for (const Row& other : strategy_rows())
       if (takes(other, name)) owners.push_back(other.info.name);
     throw UsageError("strategy " + row.info.name + " takes no " + name,
                      owners.empty() ? "leave that out, or take a mesh with stages: pp=2"
@@ -123,7 +120,7 @@ void check_options(const Row& row, const StrategyOptions& options) {
 }
 
 std::vector<MeshDimension> mesh_of(const Row& row, const StrategyOptions& options, int ranks) {
-  return detail::training_mesh({row.info.name, row.shards, row.pipelines}, options.mesh, ranks);
+  return detail::training_mesh({row.info.name, row.cuts.any(), row.pipelines}, options.mesh, ranks);
 }
 
 /// Between hosts a gather in each forward and backward costs more than the memory of a replica.
@@ -140,7 +137,7 @@ std::vector<MeshDimension> mesh_by_hosts(const ProcessGroup& group) {
 
 std::vector<StrategyInfo> strategy_infos() {
   std::vector<StrategyInfo> all;
-  for (const Row& row : rows()) all.push_back(row.info);
+  for (const Row& row : strategy_rows()) all.push_back(row.info);
   return all;
 }
 
@@ -151,7 +148,7 @@ std::vector<std::string> strategy_names() {
 }
 
 std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategySetup& setup) {
-  const Row& row = row_of(name);
+  const Row& row = strategy_row(name);
   check_options(row, setup.options);
   if (!setup.make_optimizer)
     throw UsageError("strategy " + name + ": StrategySetup::make_optimizer is not set");
@@ -166,15 +163,15 @@ std::unique_ptr<Strategy> make_strategy(const std::string& name, const StrategyS
 }
 
 bool is_pipeline(const std::string& name, const StrategyOptions& options) {
-  return is_pipeline_row(row_of(name), options.mesh);
+  return is_pipeline_row(strategy_row(name), options.mesh);
 }
 
 bool has_whole_state(const std::string& name, const StrategyOptions& options) {
-  return !row_of(name).shards && !options.logical_shards && !is_pipeline(name, options);
+  return !strategy_row(name).cuts.any() && !options.logical_shards && !is_pipeline(name, options);
 }
 
 DataShare data_share(const std::string& name, const StrategyOptions& options, int rank, int size) {
-  const Row& row = row_of(name);
+  const Row& row = strategy_row(name);
   check_options(row, options);
   if (const auto& shards = options.logical_shards)
     return share_of(shards_of_rank(shards->count, rank, size), shards->count);

@@ -45,6 +45,8 @@ struct MemoryQuestion {
   /// fsdp: the parameters lie once per host, in memory that its ranks share.
   bool shared_memory = false;
   int ranks = 1;
+  /// Of the ranks, as StrategyOptions::mesh. A pipeline's stages count as of equal size.
+  std::string mesh = {};
   std::string optimizer = "adam";
   OptimizerOptions optimizer_options = {};
 };
@@ -63,7 +65,7 @@ struct MemoryAnswer {
 /// for numbers below 1.
 MemoryAnswer estimate_memory(const std::string& strategy, const MemoryQuestion& question);
 
-/// The strategies that estimate_memory knows: ddp, zero1, zero2, fsdp.
+/// The strategies that estimate_memory knows: all but dp.
 std::vector<std::string> estimated_strategies();
 
 }  // namespace lockstep

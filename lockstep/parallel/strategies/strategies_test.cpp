@@ -112,7 +112,7 @@ TEST(Strategies, RefuseTheOptionsOfOthersByName) {
       {"pipeline options", {"pipeline"}, {.pipeline = PipelineOptions()}},
       {"dp options", {"dp"}, {.dp = DataParallelOptions()}},
       {"logical shards", {"ddp"}, {.logical_shards = LogicalShardsOptions{.count = 1}}},
-      {"mesh", {"pipeline"}, {.mesh = "pp=1"}}};
+      {"mesh", {"ddp", "zero1", "zero2", "fsdp", "pipeline"}, {.mesh = "pp=1"}}};
   for (const std::string& strategy : strategy_names()) {
     for (const Kind& kind : kinds) {
       StrategySetup setup;
