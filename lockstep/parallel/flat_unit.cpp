@@ -47,15 +47,4 @@ std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank) {
   return pieces;
 }
 
-FlatPlaces::FlatPlaces(const std::vector<FlatUnit>& units) {
-  for (size_t u = 0; u < units.size(); ++u) {
-    for (const FlatParameter& parameter : units[u].parameters) {
-      places_.resize(std::max(places_.size(), parameter.index + 1));
-      Place& place = places_[parameter.index] = {u, parameter.offset};
-      for (size_t rank = 0; rank + 1 < units[u].bounds.size(); ++rank)
-        place.parts.push_back(units[u].part(static_cast<int>(rank), parameter));
-    }
-  }
-}
-
 }  // namespace lockstep::detail

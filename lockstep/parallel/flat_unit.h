@@ -67,30 +67,4 @@ struct Piece {
 /// All pieces of a rank, in the order of units and parameters.
 std::vector<Piece> pieces_of(const std::vector<FlatUnit>& units, int rank);
 
-/// Where the parameters of an owner lie, by their indices.
-class FlatPlaces {
- public:
-  FlatPlaces() = default;
-  explicit FlatPlaces(const std::vector<FlatUnit>& units);
-
-  /// Whether a unit has the parameter.
-  bool has(size_t index) const { return index < places_.size() && places_[index].unit != kNone; }
-  size_t unit(size_t index) const { return places_[index].unit; }
-  /// Of its first element, in its unit.
-  int64_t offset(size_t index) const { return places_[index].offset; }
-  /// What the rank has of it. Empty where that is nothing, or no unit has it.
-  Part part(int rank, size_t index) const {
-    return has(index) ? places_[index].parts.at(static_cast<size_t>(rank)) : Part();
-  }
-
- private:
-  static constexpr size_t kNone = SIZE_MAX;
-  struct Place {
-    size_t unit = kNone;
-    int64_t offset = 0;
-    std::vector<Part> parts = {};  ///< By rank.
-  };
-  std::vector<Place> places_;
-};
-
 }  // namespace lockstep::detail

@@ -107,6 +107,16 @@ class Bench(unittest.TestCase):
             self.assertEqual(row["parameters"], own["parameters"])
             self.assertLess(abs(row["state_bytes"] - own["state_bytes"]), 0.05 * own["state_bytes"], (row, own))
 
+    def test_memory_over_a_mesh_is_what_was_predicted(self):
+        for mesh, strategies in (("dp_replicate=2,dp_shard=2", "zero1,zero2,fsdp"), ("pp=2,dp=2", "ddp,zero1,zero2,fsdp")):
+            words = ("--model", "wide", "--strategy", strategies, "--optimizer", "adam", "--devices", 4, "--mesh", mesh)
+            predicted = json.loads(t.run(t.LOCKSTEP, "estimate-memory", *words, "--json").stdout)["results"]
+            measured = bench("memory", *words)["results"]
+            for row in predicted:
+                own = [r["state_bytes"] for r in measured if r["strategy"] == row["strategy"]]
+                # The mean of the stages, of which one has a layer more.
+                self.assertLess(abs(row["state_bytes"] - sum(own) / 4), 0.01 * row["state_bytes"], (mesh, row, own))
+
     def test_a_model_larger_than_the_memory_can_be_estimated(self):
         big = "gpt:layers=96,heads=96,channels=12288,context=2048"  # 174 billion parameters
         result = t.run(t.LOCKSTEP, "estimate-memory", "--model", big, "--strategy", "fsdp", "--devices", 1024, "--json")

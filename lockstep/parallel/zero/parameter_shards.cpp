@@ -38,12 +38,16 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, std::vector
                                  ProcessGroup group)
     : parameters_(std::move(parameters)),
       units_(std::move(units)),
-      places_(units_),
+      places_(parameters_.size()),
       group_(std::move(group)),
       views_(parameters_.size()) {
   const c10::AutoGradMode no_grad(false);
   // Autograd need not know that they are views: it would forbid to change them in place.
   const at::AutoDispatchBelowADInplaceOrView untracked;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t i = 0; i < units_[u].parameters.size(); ++i)
+      places_[units_[u].parameters[i].index] = {u, i};
+  }
   for (const at::Tensor& parameter : parameters_) restore_memory(parameter);
   for (size_t unit = 0; unit < units_.size(); ++unit) move(unit);
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -53,15 +57,19 @@ ParameterShards::ParameterShards(std::vector<at::Tensor> parameters, std::vector
       parts_.push_back(at::empty({0}, parameter.options().requires_grad(false)));
       continue;
     }
-    const at::Tensor& flat = flats_[places_.unit(i)];
+    const at::Tensor& flat = flats_[unit(i)];
     parts_.push_back(
         mine.numel() == parameter.numel()
             ? flat.as_strided(parameter.sizes(), views_[i].strides(), views_[i].storage_offset())
-            : flat.narrow(0, places_.offset(i) + mine.begin, mine.numel()));
+            : flat.narrow(0, member(i).offset + mine.begin, mine.numel()));
     // An optimizer sees by it that somebody else has changed the parameter.
     const auto& versions = parameter.unsafeGetTensorImpl()->version_counter();
     parts_.back().unsafeGetTensorImpl()->set_version_counter(versions);
   }
+}
+
+Part ParameterShards::part(int rank, size_t parameter) const {
+  return has(parameter) ? units_[unit(parameter)].part(rank, member(parameter)) : Part();
 }
 
 /// One parameter after the other, so that only one is there twice.
@@ -111,8 +119,8 @@ std::vector<Work> ParameterShards::share(const std::vector<size_t>& parameters) 
     for (int rank = 0; rank < group_.size(); ++rank) {
       const Part theirs = part(rank, index);
       if (theirs.numel() == 0) continue;
-      at::Tensor values = flats_[places_.unit(index)].narrow(
-          0, places_.offset(index) + theirs.begin, theirs.numel());
+      at::Tensor values =
+          flats_[unit(index)].narrow(0, member(index).offset + theirs.begin, theirs.numel());
       works.push_back(group_.broadcast_async(values, rank));
     }
     parameters_[index].unsafeGetTensorImpl()->bump_version();

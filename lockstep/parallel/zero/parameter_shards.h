@@ -41,11 +41,11 @@ class ParameterShards {
   const std::vector<FlatUnit>& units() const { return units_; }
   const ProcessGroup& group() const { return group_; }
   /// Whether a unit has the parameter: it is one of those that are trained.
-  bool has(size_t parameter) const { return places_.has(parameter); }
+  bool has(size_t parameter) const { return places_[parameter].unit != kNone; }
   /// In which it lies.
-  size_t unit(size_t parameter) const { return places_.unit(parameter); }
+  size_t unit(size_t parameter) const { return places_[parameter].unit; }
   /// What the rank updates of the parameter. Empty where that is nothing.
-  Part part(int rank, size_t parameter) const { return places_.part(rank, parameter); }
+  Part part(int rank, size_t parameter) const;
   /// This rank's part of each parameter: the memory of the parameters, without autograd. A whole
   /// parameter has its own shape, a part of one is a vector, and nothing has no elements.
   const std::vector<at::Tensor>& parts() const { return parts_; }
@@ -62,11 +62,20 @@ class ParameterShards {
   [[nodiscard]] std::vector<Work> share(const std::vector<size_t>& parameters);
 
  private:
+  static constexpr size_t kNone = SIZE_MAX;
+  struct Place {
+    size_t unit = kNone;
+    size_t parameter = 0;  ///< In the unit.
+  };
+
   void move(size_t unit);
+  const FlatParameter& member(size_t parameter) const {
+    return units_[places_[parameter].unit].parameters[places_[parameter].parameter];
+  }
 
   std::vector<at::Tensor> parameters_;
   std::vector<FlatUnit> units_;
-  FlatPlaces places_;
+  std::vector<Place> places_;  ///< By parameter.
   ProcessGroup group_;
   std::vector<at::Tensor> flats_;  ///< By unit.
   std::vector<at::Tensor> views_;  ///< By parameter, in `flats_`.

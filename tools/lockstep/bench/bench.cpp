@@ -43,6 +43,9 @@ void check_profile(const BenchOptions& options) {
     throw UsageError("--profile: a pipeline's forward and backward take turns in a step",
                      "`lockstep bench pipeline` shows where its time goes");
   }
+  if (options.compare_python && !options.mesh.empty())
+    throw UsageError("--mesh does not go with --compare-python, whose ranks have one dimension",
+                     "leave one of the two out");
   if (options.compare_python) {
     throw UsageError("--profile: Python's steps are not looked into; leave out --compare-python");
   }
@@ -173,6 +176,8 @@ void add_options(Cli& cli, const Bench& bench, BenchOptions& options) {
   }
   if (takes("--strategy")) {
     cli.list("--strategy", options.strategies, join(strategy_names(), ", "));
+    cli.option("--mesh", options.mesh, "Dimensions of the ranks, as `lockstep train` takes them",
+               "NAME=SIZE,...");
     cli.list("--precision", options.precisions, join(precision_names(), ", "));
   }
   if (takes("--schedule")) add_pipeline_options(cli, options);

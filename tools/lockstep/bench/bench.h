@@ -34,6 +34,7 @@ struct BenchOptions {
   int64_t batch_size = 0;  ///< 0: the usual one of the work: 32 for a step, 64 elsewhere.
   std::vector<int64_t> devices = {2};                 ///< Ranks, one number after the other.
   std::vector<std::string> strategies = {"ddp"};      ///< Of step and memory; see make_strategy.
+  std::string mesh = {};                              ///< Of the ranks, for each strategy.
   std::vector<std::string> precisions = {"32-true"};  ///< Of step and memory.
   std::vector<std::string> backends = {"auto"};       ///< What a user gets without naming one.
   /// 0 is a barrier. The others go from a scalar to a large model's gradients. 437 KB are those of

@@ -180,6 +180,7 @@ std::vector<BenchRow> cases_of(const BenchOptions& options, const std::string& k
                            {"ranks", ranks},
                            {"backend", options.backends.front()},
                            {"strategy", strategy},
+                           {"mesh", options.mesh},
                            {"precision", precision},
                            {"optimizer", options.optimizer},
                            {"warmup", std::min(kWarmup, options.steps)},

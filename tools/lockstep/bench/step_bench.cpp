@@ -43,6 +43,7 @@ StepBench::StepBench(const PlainJson& config, const World& world)
   TrainerOptions options;
   options.precision.precision = config.at("precision");
   options.strategy = config.at("strategy");
+  options.strategy_options.mesh = config.value("mesh", "");
   const auto zeros = [this] {
     const auto dtype = at::device(device_).dtype(info_.per_token ? at::kLong : at::kFloat);
     return with_memory_format(at::zeros(SampleSpec{info_.input_shape}.batch_shape(batch_), dtype),
