@@ -39,13 +39,13 @@ void check_profile(const BenchOptions& options) {
     throw UsageError(std::string(options.operations ? "--operations" : "--trace") +
                      " needs --profile");
   }
-  if (std::count(options.strategies.begin(), options.strategies.end(), "pipeline") > 0) {
+  const auto is_staged = [&](const std::string& strategy) {
+    return is_pipeline(strategy, {.mesh = options.mesh});
+  };
+  if (std::ranges::any_of(options.strategies, is_staged)) {
     throw UsageError("--profile: a pipeline's forward and backward take turns in a step",
                      "`lockstep bench pipeline` shows where its time goes");
   }
-  if (options.compare_python && !options.mesh.empty())
-    throw UsageError("--mesh does not go with --compare-python, whose ranks have one dimension",
-                     "leave one of the two out");
   if (options.compare_python) {
     throw UsageError("--profile: Python's steps are not looked into; leave out --compare-python");
   }
@@ -77,6 +77,9 @@ std::vector<std::string> with_sizes_joined(const std::vector<std::string>& words
 }
 
 void check(const BenchOptions& options) {
+  if (options.compare_python && !options.mesh.empty())
+    throw UsageError("--mesh does not go with --compare-python, whose ranks have one dimension",
+                     "leave one of the two out");
   for (const auto& model : options.models) {
     check_model_name("--model", model);
     if (!model_info(model).from_file) continue;
