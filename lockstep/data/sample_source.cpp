@@ -1,13 +1,11 @@
 #include "lockstep/data/dataset.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/index_select.h>
 #include <ATen/ops/max.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
-#include <iterator>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -38,6 +36,19 @@ void check(const TensorDataset& dataset) {
          std::to_string(dataset.targets.size(0)) + " targets");
 }
 
+/// Copies these rows one after the other. A call of index_select costs a sixth of a small model's
+/// step.
+void gather(const at::Tensor& from, std::span<const int64_t> rows, const at::Tensor& to) {
+  const auto* source = static_cast<const std::byte*>(from.const_data_ptr());
+  auto* target = static_cast<std::byte*>(to.mutable_data_ptr());
+  const int64_t step = from.stride(0) * from.element_size();
+  const size_t row_bytes = to.nbytes() / std::max<size_t>(rows.size(), 1);
+  for (const int64_t row : rows) {
+    std::memcpy(target, source + row * step, row_bytes);
+    target += row_bytes;
+  }
+}
+
 class TensorSource : public SampleSource {
  public:
   explicit TensorSource(TensorDataset dataset) : dataset_(std::move(dataset)) { check(dataset_); }
@@ -53,13 +64,8 @@ class TensorSource : public SampleSource {
   }
   void read(std::span<const int64_t> indices, const at::Tensor& data,
             const at::Tensor& target) override {
-    // The list is only read.
-    const at::Tensor rows =
-        at::from_blob(const_cast<int64_t*>(indices.data()), std::ssize(indices), at::kLong);
-    // With one more dimension rows are copied as bytes, whatever their dtype.
-    at::Tensor to_data = data.unsqueeze(-1), to_target = target.unsqueeze(-1);
-    at::index_select_out(to_data, dataset_.data.unsqueeze(-1), 0, rows);
-    at::index_select_out(to_target, dataset_.targets.unsqueeze(-1), 0, rows);
+    gather(dataset_.data, indices, data);
+    gather(dataset_.targets, indices, target);
   }
 
  private:
