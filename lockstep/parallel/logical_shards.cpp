@@ -9,7 +9,6 @@
 
 #include <bit>
 #include <fstream>
-#include <mutex>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
@@ -35,16 +34,6 @@ constexpr const char* kWhat = "LogicalShards";
 
 /// Sums views of all pieces.
 using PieceTree = detail::ShardTree<FlatViews>;
-
-void seed_generators(c10::Device device, uint64_t key) {
-  const auto seed = [key](c10::Device where) {
-    at::Generator generator = at::globalContext().defaultGenerator(where);
-    const std::lock_guard lock(generator.mutex());
-    generator.set_current_seed(key);
-  };
-  seed(c10::kCPU);
-  if (device.is_cuda()) seed(device);
-}
 
 /// The sizes of the tree's nodes that lie within a range, in their order.
 std::vector<int64_t> node_sizes(const ShardRange& range) {
@@ -95,8 +84,6 @@ class LogicalShards::Impl {
         checks_drift_(check_drift),
         own_(shards_of_rank(count, group_.rank(), group_.size())),
         state_(detail::whole_module_state(module)),
-        device_(state_.parameters.empty() ? c10::Device(c10::kCPU)
-                                          : state_.parameters.front().tensor.device()),
         tree_([this](FlatViews& left, FlatViews& right) { join(left, right); }) {
     start_alike();
     if (one_node_each() && own_.size() == 1 && group_.size() > 1)
@@ -208,7 +195,7 @@ class LogicalShards::Impl {
         state_.buffers[i].tensor.variable_data().copy_(before_[i]);
     }
     shard_ = shard;
-    seed_generators(device_, KeyedRandom(seed_, step, shard).next());
+    at::manual_seed(KeyedRandom(seed_, step, shard).next());
   }
 
   /// Ranks have the same bits between steps.
@@ -249,7 +236,7 @@ class LogicalShards::Impl {
     }
     // What a program draws between steps is alike at each size, too.
     if (shard_ + 1 == own_.end)
-      seed_generators(device_, KeyedRandom(seed_, step, static_cast<uint64_t>(count_)).next());
+      at::manual_seed(KeyedRandom(seed_, step, static_cast<uint64_t>(count_)).next());
   }
 
   /// What this shard has made of the gradients and buffers, divided as DistributedDataParallel
@@ -352,7 +339,6 @@ class LogicalShards::Impl {
   int64_t compared_ = 0;  ///< After which step ranks compared their state last.
   const ShardRange own_;
   const detail::ModuleState state_;
-  const c10::Device device_;
   std::vector<at::Tensor> before_;         ///< The buffers, as the step began with them.
   std::unique_ptr<detail::DdpCore> core_;  ///< Where it sums the gradients in the tree's order.
   std::vector<Piece> pieces_;              ///< What the tree sums here.

@@ -52,9 +52,6 @@ class ReplicaSet {
  public:
   ReplicaSet(std::shared_ptr<torch::nn::Module> module,
              std::vector<std::shared_ptr<torch::nn::Module>> replicas);
-  ~ReplicaSet();
-  ReplicaSet(ReplicaSet&&) noexcept;
-  ReplicaSet& operator=(ReplicaSet&&) noexcept;
 
   /// Before a forward of the first `count` replicas: brings over what has changed in the module,
   /// and its training modes. With `link` backward goes on from the replicas' parameters to the
@@ -64,8 +61,19 @@ class ReplicaSet {
   /// Tensors of replicas into which values were copied, so far.
   int64_t copies() const { return copies_; }
 
+  /// A tensor of a replica and what it was made equal to.
+  struct Own {
+    at::Tensor tensor;
+    int64_t source_version = -1;  ///< Nothing was copied yet.
+    int64_t own_version = 0;
+  };
+
  private:
-  struct Row;
+  struct Row {
+    at::Tensor source;
+    bool is_buffer;
+    std::vector<Own> own = {};  ///< By replica.
+  };
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<std::shared_ptr<torch::nn::Module>> replicas_;
   std::vector<Row> rows_;

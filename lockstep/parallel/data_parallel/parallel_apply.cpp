@@ -22,6 +22,7 @@ namespace {
 namespace autograd = torch::autograd;
 
 struct GraphPart {
+  size_t first;  ///< Of its outputs, among all parts'.
   autograd::edge_list outputs;
   autograd::edge_list starts;
 };
@@ -52,13 +53,9 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
     const bool create = c10::GradMode::is_enabled();
     graphs.kept = graphs.kept || create;
     const bool keep = graphs.kept || keeps_graph();
-    std::vector<size_t> first(graphs.parts.size());
-    for (size_t i = 1; i < first.size(); ++i) {
-      first[i] = first[i - 1] + graphs.parts[i - 1].outputs.size();
-    }
     std::vector<autograd::variable_list> found(graphs.parts.size());
     graphs.threads->run(graphs.parts.size(), [&](size_t i) {
-      found[i] = run_part(graphs.parts[i], &gradients[first[i]], keep, create);
+      found[i] = run_part(graphs.parts[i], gradients, keep, create);
     });
     autograd::variable_list all(2);  // Of `graphs` and `outputs`.
     for (auto& of_part : found) {
@@ -69,14 +66,16 @@ class JoinedGraphs : public autograd::Function<JoinedGraphs> {
   }
 
  private:
-  static autograd::variable_list run_part(const GraphPart& part, const at::Tensor* gradients,
-                                          bool keep, bool create) {
+  static autograd::variable_list run_part(const GraphPart& part,
+                                          const autograd::variable_list& gradients, bool keep,
+                                          bool create) {
     autograd::edge_list roots;
     autograd::variable_list values;
     for (size_t k = 0; k < part.outputs.size(); ++k) {
-      if (!gradients[k].defined()) continue;
+      const at::Tensor& gradient = gradients[part.first + k];
+      if (!gradient.defined()) continue;
       roots.push_back(part.outputs[k]);
-      values.push_back(gradients[k]);
+      values.push_back(gradient);
     }
     if (roots.empty() || part.starts.empty()) return autograd::variable_list(part.starts.size());
     return autograd::Engine::get_default_engine().execute(roots, values, keep, create,
@@ -99,7 +98,7 @@ void join_graphs(const std::shared_ptr<ReplicaThreads>& threads,
   graphs->threads = threads;
   std::vector<at::Tensor> all_starts, all_outputs;
   for (size_t i = 0; i < outputs.size(); ++i) {
-    GraphPart& part = graphs->parts.emplace_back();
+    GraphPart& part = graphs->parts.emplace_back(GraphPart{all_outputs.size(), {}, {}});
     for (const at::Tensor& parameter : parameters[i]) {
       if (!parameter.requires_grad()) continue;
       const autograd::Edge edge = autograd::impl::gradient_edge(parameter);

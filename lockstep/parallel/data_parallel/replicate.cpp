@@ -76,13 +76,6 @@ class Replicate : public autograd::Function<Replicate> {
   }
 };
 
-/// A tensor of a replica and what it was made equal to.
-struct Own {
-  at::Tensor tensor;
-  int64_t source_version = -1;  ///< Nothing was copied yet.
-  int64_t own_version = 0;
-};
-
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.is_alias_of(b) && a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() &&
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
@@ -96,7 +89,7 @@ void share(const at::Tensor& own, const at::Tensor& source) {
 }
 
 /// True when values were copied.
-bool bring_over(Own& own, const at::Tensor& source, bool always) {
+bool bring_over(ReplicaSet::Own& own, const at::Tensor& source, bool always) {
   const bool counted = !source.is_inference() && !own.tensor.is_inference();
   if (!always && counted && own.source_version == source._version() &&
       own.own_version == own.tensor._version()) {
@@ -144,12 +137,6 @@ std::shared_ptr<Module> copy_module(const std::shared_ptr<Module>& module, c10::
   return copy;
 }
 
-struct ReplicaSet::Row {
-  at::Tensor source;
-  bool is_buffer;
-  std::vector<Own> own = {};  ///< By replica.
-};
-
 ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
                        std::vector<std::shared_ptr<Module>> replicas)
     : module_(std::move(module)), replicas_(std::move(replicas)) {
@@ -164,10 +151,6 @@ ReplicaSet::ReplicaSet(std::shared_ptr<Module> module,
     }
   }
 }
-
-ReplicaSet::~ReplicaSet() = default;
-ReplicaSet::ReplicaSet(ReplicaSet&&) noexcept = default;
-ReplicaSet& ReplicaSet::operator=(ReplicaSet&&) noexcept = default;
 
 void ReplicaSet::refresh(size_t count, bool link) {
   for (Row& row : rows_) {

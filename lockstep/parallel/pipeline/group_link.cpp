@@ -41,11 +41,7 @@ class GroupLink final : public StageLink {
     sent_.clear();
     batch_.clear();
     works_of_batch_.clear();
-    key_of_.clear();
-    for (ShapeKey& key : keys) {
-      const int next = static_cast<int>(keys_.size());
-      key_of_.push_back(keys_.try_emplace(std::move(key), next).first->second);
-    }
+    keys_ = std::move(keys);
   }
   void send(const ParcelId& id, const at::Tensor& tensor) override {
     if (!tensor.defined()) return;
@@ -97,11 +93,11 @@ class GroupLink final : public StageLink {
     at::Tensor data;
     Work work;
   };
-  /// A key of this link's own, and the stage that makes the activation.
-  using Boundary = std::pair<int, int>;
+  /// A micro-batch's key, and the stage that makes the activation.
+  using Boundary = std::pair<ShapeKey, int>;
 
   Boundary boundary(const ParcelId& id) const {
-    return {key_of_.at(static_cast<size_t>(id.micro_batch)), id.activation_from()};
+    return {keys_.at(static_cast<size_t>(id.micro_batch)), id.activation_from()};
   }
   const Shape* known(const ParcelId& id) const {
     const auto found = shapes_.find(boundary(id));
@@ -161,8 +157,7 @@ class GroupLink final : public StageLink {
 
   ProcessGroup group_;
   c10::Device device_;
-  std::map<ShapeKey, int> keys_;
-  std::vector<int> key_of_;  ///< Of each micro-batch of the batch.
+  std::vector<ShapeKey> keys_;  ///< Of each micro-batch of the batch.
   std::map<Boundary, Shape> shapes_;
   std::map<ParcelId, Receive> receives_;
   /// Of which a shape was not known in time: `take` begins all receives of the batch. Receives meet

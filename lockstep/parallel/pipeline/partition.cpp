@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
@@ -24,34 +25,6 @@ void check_layers(size_t layers, int num_stages) {
                    "take as many stages as layers, or fewer: fewer ranks in dimension pp, or fewer "
                    "stages a rank");
 }
-
-/// Puts back at its end what a measurement changes.
-class Unchanged {
- public:
-  explicit Unchanged(const std::vector<Layer>& layers) {
-    for (const Layer& layer : layers) {
-      if (!layer.module) continue;
-      for (const at::Tensor& buffer : layer.module->buffers())
-        buffers_.emplace_back(buffer, buffer.clone());
-      for (const at::Tensor& parameter : layer.module->parameters()) {
-        gradients_.emplace_back(parameter, parameter.grad());
-        parameter.mutable_grad() = at::Tensor();
-      }
-    }
-  }
-  ~Unchanged() {
-    const at::NoGradGuard no_grad;
-    for (auto& [buffer, before] : buffers_) buffer.copy_(before);
-    for (auto& [parameter, gradient] : gradients_) parameter.mutable_grad() = gradient;
-  }
-  Unchanged(const Unchanged&) = delete;
-  Unchanged& operator=(const Unchanged&) = delete;
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> buffers_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
-  RecordedState::Replay random_{RecordedState::record({}, /*random=*/true)};
-};
 
 double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -161,7 +134,22 @@ std::vector<double> estimate_layer_costs(const std::vector<Layer>& layers) {
 std::vector<double> measure_layer_costs(const std::vector<Layer>& layers, const at::Tensor& input,
                                         const ForwardContext& context,
                                         const std::function<double()>& now) {
-  const Unchanged unchanged(layers);
+  std::vector<std::pair<at::Tensor, at::Tensor>> buffers, gradients;
+  for (const Layer& layer : layers) {
+    if (!layer.module) continue;
+    for (const at::Tensor& buffer : layer.module->buffers())
+      buffers.emplace_back(buffer, buffer.clone());
+    for (const at::Tensor& parameter : layer.module->parameters()) {
+      gradients.emplace_back(parameter, parameter.grad());
+      parameter.mutable_grad() = at::Tensor();
+    }
+  }
+  const RecordedState::Replay random(RecordedState::record({}, /*random=*/true));
+  const auto put_back = c10::make_scope_exit([&] {
+    const at::NoGradGuard no_grad;
+    for (auto& [buffer, before] : buffers) buffer.copy_(before);
+    for (auto& [parameter, gradient] : gradients) parameter.mutable_grad() = gradient;
+  });
   constexpr int kRuns = 4;  // The first one warms up caches.
   std::vector<double> least;
   for (int run = 0; run < kRuns; ++run) {

@@ -94,29 +94,26 @@ int stages_per_rank_of(const Kind& kind, const PipelineShape& shape) {
   return shape.stages_per_rank == 0 ? kind.stages_per_rank : shape.stages_per_rank;
 }
 
-/// Why the schedule cannot be made; empty if it can.
-struct Problem {
-  std::string what;
-  std::string hint = {};
-};
-
-Problem problem_of(const Kind& kind, const PipelineShape& shape) {
+/// Why the schedule cannot be made; none if it can.
+std::optional<UsageError> problem_of(const Kind& kind, const PipelineShape& shape) {
+  const std::string where = "pipeline schedule " + std::string(kind.name) + ": ";
   const int stages = stages_per_rank_of(kind, shape);
   for (const auto& [number, what] : {std::pair(shape.num_ranks, "the number of ranks"),
                                      {shape.num_micro_batches, "the number of micro-batches"},
                                      {stages, "the number of stages of a rank"}}) {
     if (number < 1)
-      return {std::string(what) + " is " + std::to_string(number) + "; it must be at least 1"};
+      return UsageError(where + what + " is " + std::to_string(number) + "; it must be at least 1");
   }
   if (kind.one_stage && stages > 1)
-    return {"it has one stage a rank, not " + std::to_string(stages),
-            "take interleaved-1f1b for several stages a rank"};
+    return UsageError(where + "it has one stage a rank, not " + std::to_string(stages),
+                      "take interleaved-1f1b for several stages a rank");
   if (!kind.in_rounds || micro_batches_per_round(shape.num_ranks, shape.num_micro_batches))
-    return {};
-  return {std::to_string(shape.num_micro_batches) + " micro-batches cannot be divided into " +
-              counted(shape.num_micro_batches / shape.num_ranks, "round"),
-          "take a number of micro-batches that is a multiple of the " +
-              std::to_string(shape.num_ranks) + " ranks of the pipeline"};
+    return std::nullopt;
+  return UsageError(where + std::to_string(shape.num_micro_batches) +
+                        " micro-batches cannot be divided into " +
+                        counted(shape.num_micro_batches / shape.num_ranks, "round"),
+                    "take a number of micro-batches that is a multiple of the " +
+                        std::to_string(shape.num_ranks) + " ranks of the pipeline");
 }
 
 /// The message between an action's stage and the one that is `step` further on in forward; none
@@ -156,7 +153,7 @@ int default_stages_per_rank(const std::string& name) {
 }
 
 bool fits_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
-  return problem_of(kind_of(name), shape).what.empty();
+  return !problem_of(kind_of(name), shape);
 }
 
 std::optional<PipelineAction> needed_receive(const PipelineSchedule& schedule,
@@ -190,9 +187,7 @@ void add_communication(PipelineSchedule& schedule) {
 
 PipelineSchedule make_pipeline_schedule(const std::string& name, const PipelineShape& shape) {
   const Kind& kind = kind_of(name);
-  const Problem problem = problem_of(kind, shape);
-  if (!problem.what.empty())
-    throw UsageError("pipeline schedule " + name + ": " + problem.what, problem.hint);
+  if (const auto problem = problem_of(kind, shape)) throw *problem;
   PipelineSchedule schedule;
   schedule.name = name;
   schedule.num_ranks = shape.num_ranks;

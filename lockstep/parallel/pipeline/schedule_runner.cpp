@@ -222,21 +222,15 @@ at::Tensor ScheduleRunner::predict(const at::Tensor& input) {
   at::Tensor output;
   for (int stage = rank_; stage < num_stages_; stage += num_ranks_) {
     Stage& here = stage_of(stage);
-    at::Tensor x = output;
-    if (stage == 0) {
-      x = input.to(here.device());
-    } else if (!is_here(stage - 1)) {
-      const ParcelId id{Parcel::activation, stage, 0};
-      link_.expect(id);
-      link_.flush();
-      x = link_.take(id);
-    }
-    output = here.run(x.to(here.device()));
+    output = here.run(stage == 0 ? input.to(here.device()) : take({Parcel::activation, stage, 0}));
     if (is_last(stage)) break;
-    if (!is_here(stage + 1)) {
-      link_.send({Parcel::activation, stage + 1, 0}, output);
-      link_.flush();
+    const ParcelId next{Parcel::activation, stage + 1, 0};
+    if (is_here(stage + 1)) {
+      here_[next] = output;
+      continue;
     }
+    link_.send(next, output);
+    link_.flush();
   }
   link_.finish();
   return is_here(num_stages_ - 1) ? output : at::Tensor();

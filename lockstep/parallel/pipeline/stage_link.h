@@ -42,7 +42,7 @@ class StageLink {
   virtual void expect(const ParcelId& id) {}
   /// Starts what was sent and expected since the last call, all together.
   virtual void flush() {}
-  /// Waits for an expected parcel. An activation requires a gradient when it did where it came
+  /// Waits for a parcel. An activation requires a gradient when it did where it came
   /// from. It may lie on the device from which it came.
   virtual at::Tensor take(const ParcelId& id) = 0;
   /// Waits until all that was sent has been taken over.
