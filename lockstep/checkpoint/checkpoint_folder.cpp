@@ -185,23 +185,9 @@ std::vector<fs::path> CheckpointFolder::list() const {
 }
 
 std::optional<std::pair<fs::path, Checkpoint>> CheckpointFolder::read_newest() const {
-  const auto all = list();
-  if (all.empty()) return std::nullopt;
-  for (const fs::path& folder : all) {
-    try {
-      return std::pair{folder, read_checkpoint(folder)};
-    } catch (const DamagedCheckpointError& error) {
-      const std::string text = error.what();
-      log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
-    }
-  }
-  throw detail::all_damaged(path_, all.size());
-}
-
-DamagedCheckpointError detail::all_damaged(const fs::path& folder, size_t checkpoints) {
-  return DamagedCheckpointError("every checkpoint in " + folder.string() + " is damaged (" +
-                                    std::to_string(checkpoints) + ")",
-                                "start anew with --resume none and another --checkpoint-dir");
+  if (list().empty()) return std::nullopt;
+  const StoredCheckpoint found = load_newest(path_);
+  return std::pair{found.folder, detail::whole(found)};
 }
 
 }  // namespace lockstep

@@ -64,8 +64,8 @@ class CheckpointFolder {
   /// Folders of checkpoints, the newest (highest step) first. Empty when there is no folder.
   std::vector<std::filesystem::path> list() const;
 
-  /// The newest checkpoint that is whole. Each damaged one on the way is named in a warning. None
-  /// when the folder has no checkpoint. Throws DamagedCheckpointError when all are damaged.
+  /// The newest checkpoint that is whole, as load_checkpoint finds it. None when the folder has no
+  /// checkpoint.
   std::optional<std::pair<std::filesystem::path, Checkpoint>> read_newest() const;
 
   const std::filesystem::path& path() const { return path_; }
@@ -85,13 +85,6 @@ class CheckpointFolder {
 
 /// "step-00001234".
 std::string checkpoint_name(int64_t step);
-
-/// What one rank gives to a checkpoint that all ranks write.
-struct CheckpointShards {
-  CheckpointInfo info;             ///< That of rank 0 counts.
-  std::vector<TensorShard> model;  ///< By the names of Python's state_dict.
-  std::vector<TensorShard> state;  ///< "optimizer.*", and of this rank alone "rank3.*".
-};
 
 /// Every rank of the group calls, and writes what it alone has. What several ranks have alike is
 /// shared out among them. Each rank needs access to `folder`, of which rank 0's object counts. When
@@ -128,13 +121,18 @@ using AdaptIdentity =
 /// where the group's backend communicates. Throws CheckpointError on all ranks: nothing at the
 /// path, damaged, or of another `identity`.
 ///
-/// `adapt` may change the identity by what rank 0 has found, before they are compared.
+/// Each damaged one on the way to the newest whole one is named in a warning. `adapt` may change
+/// the identity by what rank 0 has found, before they are compared. The group may be null: then
+/// there is one rank.
 std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
                                                 const std::string& resume,
                                                 const CheckpointFolder* folder,
                                                 const std::map<std::string, std::string>& identity,
                                                 c10::Device device,
                                                 const AdaptIdentity& adapt = {});
+
+/// The same of a path by one process, of whatever identity.
+StoredCheckpoint load_newest(const std::filesystem::path& path);
 
 /// This rank's part of the state: the tensors whose names start with "rankR.", without that prefix.
 /// A rank that the run that saved did not have gets that of another one.
@@ -145,16 +143,10 @@ StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefi
 
 namespace detail {
 
-/// Tensors in memory as parts of a checkpoint. Nothing is copied.
-std::vector<StoredTensor> in_memory(const std::vector<TensorShard>& shards);
-
 /// The checkpoint of rank `source`, in every rank's memory. `device` is where the group's backend
 /// communicates. A collective.
 StoredCheckpoint shared(const ProcessGroup& group, StoredCheckpoint checkpoint, int source,
                         c10::Device device);
-
-/// That no checkpoint of a folder is whole.
-DamagedCheckpointError all_damaged(const std::filesystem::path& folder, size_t checkpoints);
 
 }  // namespace detail
 

@@ -86,29 +86,29 @@ void CheckpointWriter::finish() {
 }
 
 /// One after the other into the buffer, each where it is aligned for any dtype.
-void CheckpointWriter::copy(std::map<size_t, at::Tensor>& tensors) {
+void CheckpointWriter::copy(const std::vector<at::Tensor*>& tensors) {
   constexpr int64_t kAlignment = 64;
   const auto room_of = [](const at::Tensor& tensor) {
     return (static_cast<int64_t>(tensor.nbytes()) + kAlignment - 1) / kAlignment * kAlignment;
   };
   int64_t bytes = 0;
   bool pinned = false;
-  for (const auto& [index, tensor] : tensors) {
-    bytes += room_of(tensor);
-    pinned = pinned || tensor.is_cuda();
+  for (const at::Tensor* tensor : tensors) {
+    bytes += room_of(*tensor);
+    pinned = pinned || tensor->is_cuda();
   }
   if (!buffer_.defined() || buffer_.numel() < bytes) {
     buffer_.reset();
     buffer_ = at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(pinned));
   }
   int64_t offset = 0;
-  for (auto& [index, tensor] : tensors) {
-    at::Tensor copied = buffer_.narrow(0, offset, static_cast<int64_t>(tensor.nbytes()))
-                            .view(tensor.scalar_type())
-                            .view(tensor.sizes());
-    copied.copy_(tensor);
-    offset += room_of(tensor);
-    tensor = copied;
+  for (at::Tensor* tensor : tensors) {
+    at::Tensor copied = buffer_.narrow(0, offset, static_cast<int64_t>(tensor->nbytes()))
+                            .view(tensor->scalar_type())
+                            .view(tensor->sizes());
+    copied.copy_(*tensor);
+    offset += room_of(*tensor);
+    *tensor = copied;
   }
 }
 

@@ -42,7 +42,7 @@ class CheckpointWriter {
 
  private:
   bool is_busy_anywhere();
-  void copy(std::map<size_t, at::Tensor>& tensors);
+  void copy(const std::vector<at::Tensor*>& tensors);
 
   struct Pending;
   ProcessGroup group_;

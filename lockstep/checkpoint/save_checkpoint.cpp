@@ -1,5 +1,4 @@
 #include <ATen/ops/empty.h>
-#include <torch/version.h>
 
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -8,24 +7,31 @@
 #include "lockstep/base/log.h"
 #include "lockstep/checkpoint/checkpoint_folder.h"
 #include "lockstep/checkpoint/sharded_save.h"
+#include "lockstep/comm/group_objects.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 using nlohmann::json;
 namespace {
 
+using detail::is_alone;
+
 /// What rank 0 found, told to all. What it throws all throw.
 template <class F>
 json from_first_rank(const ProcessGroup& group, const F& find) {
+  if (is_alone(group)) return find();
   json found = json::object();
   if (group.rank() == 0) {
     try {
       found["found"] = find();
+    } catch (const DamagedCheckpointError& damage) {
+      found["damage"] = damage.what();
     } catch (const std::exception& failure) {
       found["error"] = failure.what();
     }
   }
-  if (group.size() > 1) found = group.broadcast_object(found, 0);
+  found = group.broadcast_object(found, 0);
+  if (found.contains("damage")) throw DamagedCheckpointError(found["damage"].get<std::string>());
   if (found.contains("error")) throw CheckpointError(found["error"].get<std::string>());
   return found["found"];
 }
@@ -51,66 +57,48 @@ std::vector<std::string> candidates(const std::string& resume, const CheckpointF
   return paths;
 }
 
-/// What is wrong with it, as rank 0 sees it; empty: nothing. Other errors come out on all ranks.
-template <class F>
-void check_on_first_rank(const ProcessGroup& group, const F& check) {
-  const json damage = from_first_rank(group, [&]() -> json {
-    try {
-      check();
-      return "";
-    } catch (const DamagedCheckpointError& error) {
-      return error.what();
-    }
-  });
-  if (damage != "") throw DamagedCheckpointError(damage.get<std::string>());
-}
-
 /// The checkpoint, each rank having looked at its part of the files. Where other ranks do not see
 /// what is whole on rank 0, `seen_by_all` becomes false.
 StoredCheckpoint checked(const ProcessGroup& group, const std::string& path,
                          std::map<std::string, std::string> identity, const AdaptIdentity& adapt,
                          bool& seen_by_all) {
-  check_on_first_rank(group, [&] {
-    const CheckpointInfo found = open_checkpoint(path).info;
-    if (adapt) adapt(found, identity);
-    check_identity(path, found.identity, identity);
-  });
   StoredCheckpoint checkpoint;
+  from_first_rank(group, [&] {
+    checkpoint = open_checkpoint(path);
+    if (adapt) adapt(checkpoint.info, identity);
+    check_identity(path, checkpoint.info.identity, identity);
+    if (is_alone(group)) check_files(checkpoint);
+    return json();
+  });
+  if (is_alone(group)) return checkpoint;
   int bad = 0;
   try {
-    checkpoint = open_checkpoint(path);
+    if (group.rank() != 0) checkpoint = open_checkpoint(path);
     check_files(checkpoint, group.rank(), group.size());
   } catch (const std::exception&) {
     bad = 1;
   }
-  if (group.size() > 1) group.all_reduce_values(bad);
-  // What another rank finds may be that its host has no such folder: rank 0 looks at all.
-  if (bad != 0) check_on_first_rank(group, [&] { check_files(open_checkpoint(path)); });
+  group.all_reduce_values(bad);
   seen_by_all = bad == 0;
+  // What another rank finds may be that its host has no such folder: rank 0 looks at all.
+  if (!seen_by_all) {
+    from_first_rank(group, [&] {
+      check_files(checkpoint);
+      return json();
+    });
+  }
   return checkpoint;
 }
 
 }  // namespace
 
-std::vector<StoredTensor> detail::in_memory(const std::vector<TensorShard>& shards) {
-  std::vector<StoredTensor> stored;
-  for (const auto& shard : shards) {
-    const TensorBox box{shard.offsets, shard.values.sizes().vec()};
-    stored.push_back({shard.name,
-                      shard.values.scalar_type(),
-                      shard.sizes,
-                      {{.box = box, .file = {}, .values = shard.values}}});
-  }
-  return stored;
-}
-
 StoredCheckpoint detail::shared(const ProcessGroup& group, StoredCheckpoint checkpoint, int source,
                                 c10::Device device) {
   checkpoint.info = info_from(group.broadcast_object(to_json(checkpoint.info), source));
-  for (auto* const tensors : {&checkpoint.model, &checkpoint.state}) {
+  for (auto* const shards : {&checkpoint.model, &checkpoint.state}) {
     const bool sends = group.rank() == source;
-    const StateDict own = sends ? read_tensors(checkpoint, *tensors) : StateDict();
-    *tensors = in_memory(whole_shards(broadcast_state(group, own, source, device)));
+    const StateDict own = sends ? read_tensors(checkpoint, *shards) : StateDict();
+    *shards = whole_shards(broadcast_state(group, own, source, device));
   }
   return checkpoint;
 }
@@ -161,28 +149,32 @@ std::optional<StoredCheckpoint> load_checkpoint(const ProcessGroup& group,
                                                 const std::map<std::string, std::string>& identity,
                                                 c10::Device device, const AdaptIdentity& adapt) {
   if (resume == "none") return std::nullopt;
+  const bool is_first = is_alone(group) || group.rank() == 0;
   const json paths = from_first_rank(group, [&] { return json(candidates(resume, folder)); });
   for (const json& each : paths) {
     const auto path = each.get<std::string>();
     bool seen_by_all = true;
     try {
       StoredCheckpoint checkpoint = checked(group, path, identity, adapt, seen_by_all);
-      if (group.rank() == 0 && checkpoint.info.libtorch != TORCH_VERSION) {
-        log_warning("checkpoint " + path + " was written with LibTorch " +
-                    checkpoint.info.libtorch + "; this is " + TORCH_VERSION);
-      }
+      if (is_first) detail::warn_of_other_libtorch(checkpoint);
       if (seen_by_all) return checkpoint;
       return detail::shared(group, std::move(checkpoint), 0, device);
     } catch (const DamagedCheckpointError& error) {
       if (resume != "auto" && is_checkpoint(resume)) throw;
       const std::string text = error.what();
-      if (group.rank() == 0) {
-        log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
-      }
+      if (is_first) log_warning(text.substr(0, text.find('\n')) + "; trying the one before it");
     }
   }
   if (paths.empty()) return std::nullopt;
-  throw detail::all_damaged(resume == "auto" ? folder->path() : fs::path(resume), paths.size());
+  const fs::path where = resume == "auto" ? folder->path() : fs::path(resume);
+  throw DamagedCheckpointError("every checkpoint in " + where.string() + " is damaged (" +
+                                   std::to_string(paths.size()) + ")",
+                               "start anew with --resume none and another --checkpoint-dir");
+}
+
+StoredCheckpoint load_newest(const fs::path& path) {
+  const auto any = [](const CheckpointInfo& found, auto& identity) { identity = found.identity; };
+  return *load_checkpoint({}, path.string(), nullptr, {}, c10::kCPU, any);
 }
 
 StateDict with_prefix_removed(const StateDict& tensors, const std::string& prefix) {

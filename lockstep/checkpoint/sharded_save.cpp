@@ -1,5 +1,7 @@
 #include "lockstep/checkpoint/sharded_save.h"
 
+#include <ATen/ops/empty.h>
+
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -14,52 +16,36 @@ namespace fs = std::filesystem;
 using nlohmann::json;
 namespace {
 
-bool is_alone(const ProcessGroup& group) {
-  return !group || group.size() == 1;
-}
+/// Of the model or not, name, offsets and sizes of the box.
+using ShardKey = std::tuple<bool, std::string, std::vector<int64_t>, std::vector<int64_t>>;
 
-json describe(bool of_model, const std::vector<TensorShard>& shards) {
-  json list = json::array();
-  for (const TensorShard& shard : shards) {
-    list.push_back({of_model, shard.name, static_cast<int>(shard.values.scalar_type()), shard.sizes,
-                    shard.offsets, shard.values.sizes().vec()});
+/// Calls `each` with every shard and its key.
+template <class F>
+void for_each_shard(const CheckpointShards& shards, const F& each) {
+  for (const bool of_model : {true, false}) {
+    for (const TensorShard& shard : of_model ? shards.model : shards.state)
+      each(ShardKey{of_model, shard.name, shard.offsets, shard.values.sizes().vec()}, shard);
   }
-  return list;
-}
-
-PlannedPart part_from(const json& item) {
-  PlannedPart part;
-  part.of_model = item.at(0);
-  part.name = item.at(1);
-  part.dtype = static_cast<at::ScalarType>(item.at(2).get<int>());
-  item.at(3).get_to(part.sizes);
-  item.at(4).get_to(part.box.offsets);
-  item.at(5).get_to(part.box.sizes);
-  return part;
-}
-
-using PartKey = std::tuple<bool, std::string, std::vector<int64_t>>;
-
-PartKey key_of(const PlannedPart& part) {
-  return {part.of_model, part.name, part.box.offsets};
 }
 
 /// Every tensor once and whole.
-void check_complete(const std::vector<PlannedPart>& parts) {
-  std::map<std::pair<bool, std::string>, std::pair<const PlannedPart*, int64_t>> tensors;
-  for (const PlannedPart& part : parts) {
-    auto& [first, elements] = tensors.try_emplace({part.of_model, part.name}).first->second;
-    if (!first) first = &part;
-    elements += static_cast<int64_t>(c10::multiply_integers(part.box.sizes));
-    if (part.sizes == first->sizes && part.dtype == first->dtype) continue;
-    throw CheckpointError("cannot save " + part.name + ": rank " +
-                          std::to_string(part.holders.front()) + " has a part of a tensor of " +
-                          c10::str(c10::IntArrayRef(part.sizes)) + ", rank " +
+void check_complete(const std::vector<PlannedShard>& plan) {
+  std::map<std::pair<bool, std::string>, std::pair<const PlannedShard*, int64_t>> tensors;
+  for (const PlannedShard& planned : plan) {
+    const TensorShard& shard = planned.shard;
+    auto& [first, elements] = tensors.try_emplace({planned.of_model, shard.name}).first->second;
+    if (!first) first = &planned;
+    elements += shard.values.numel();
+    if (shard.sizes == first->shard.sizes && shard.values.dtype() == first->shard.values.dtype())
+      continue;
+    throw CheckpointError("cannot save " + shard.name + ": rank " +
+                          std::to_string(planned.holders.front()) + " has a part of a tensor of " +
+                          c10::str(c10::IntArrayRef(shard.sizes)) + ", rank " +
                           std::to_string(first->holders.front()) + " of one of " +
-                          c10::str(c10::IntArrayRef(first->sizes)));
+                          c10::str(c10::IntArrayRef(first->shard.sizes)));
   }
   for (const auto& [key, found] : tensors) {
-    const auto wanted = static_cast<int64_t>(c10::multiply_integers(found.first->sizes));
+    const int64_t wanted = c10::multiply_integers(found.first->shard.sizes);
     if (found.second == wanted) continue;
     throw CheckpointError("cannot save " + key.second + ": the ranks' parts have " +
                           std::to_string(found.second) + " elements, the tensor has " +
@@ -68,49 +54,75 @@ void check_complete(const std::vector<PlannedPart>& parts) {
 }
 
 /// The largest first, each to the rank that has least to write of those that have it.
-void choose_writers(std::vector<PlannedPart>& parts, size_t ranks) {
-  std::vector<PlannedPart*> largest_first;
-  for (PlannedPart& part : parts) largest_first.push_back(&part);
+void choose_writers(std::vector<PlannedShard>& plan, size_t ranks) {
+  std::vector<PlannedShard*> largest_first;
+  for (PlannedShard& planned : plan) largest_first.push_back(&planned);
+  const auto bytes = [](const PlannedShard* planned) { return planned->shard.values.nbytes(); };
   std::stable_sort(largest_first.begin(), largest_first.end(),
-                   [](const auto* a, const auto* b) { return a->bytes() > b->bytes(); });
-  std::vector<int64_t> loads(ranks);
-  for (PlannedPart* part : largest_first) {
-    part->writer = *std::min_element(part->holders.begin(), part->holders.end(), [&](int a, int b) {
-      return loads[static_cast<size_t>(a)] < loads[static_cast<size_t>(b)];
-    });
-    loads[static_cast<size_t>(part->writer)] += part->bytes();
+                   [&](const auto* a, const auto* b) { return bytes(a) > bytes(b); });
+  std::vector<size_t> loads(ranks);
+  const auto load = [&](int rank) -> size_t& { return loads[static_cast<size_t>(rank)]; };
+  for (PlannedShard* planned : largest_first) {
+    planned->writer = *std::min_element(planned->holders.begin(), planned->holders.end(),
+                                        [&](int a, int b) { return load(a) < load(b); });
+    load(planned->writer) += bytes(planned);
   }
 }
 
-void choose_files(std::vector<PlannedPart>& parts) {
-  // A file is of one rank, and has one box at most of each tensor.
+/// A file has a name once: a rank that has several boxes of a tensor writes several files.
+void choose_files(std::vector<PlannedShard>& plan) {
   using FileKey = std::tuple<bool, int, int>;
   std::map<std::tuple<bool, int, std::string>, int> boxes;
   std::vector<FileKey> keys;
   std::map<FileKey, size_t> numbers;
-  for (const PlannedPart& part : parts) {
-    keys.emplace_back(part.of_model, part.writer, boxes[{part.of_model, part.writer, part.name}]++);
+  for (const PlannedShard& planned : plan) {
+    const auto& [shard, of_model, holders, writer, file] = planned;
+    keys.emplace_back(of_model, writer, boxes[{of_model, writer, shard.name}]++);
     numbers.try_emplace(keys.back());
   }
   size_t counts[2] = {0, 0};
   for (auto& [key, number] : numbers) number = ++counts[std::get<0>(key) ? 1 : 0];
-  for (size_t i = 0; i < parts.size(); ++i) {
-    const bool of_model = parts[i].of_model;
-    parts[i].file =
+  for (size_t i = 0; i < plan.size(); ++i) {
+    const bool of_model = plan[i].of_model;
+    plan[i].file =
         numbered_file(of_model ? "model" : "state", numbers[keys[i]], counts[of_model ? 1 : 0]);
   }
 }
 
-/// Where transformers and others look for a tensor; none where one lies in several files.
-std::optional<std::string> index_of(const std::vector<PlannedPart>& plan) {
-  std::map<std::string, std::string> files;
-  int64_t bytes = 0;
-  for (const PlannedPart& part : plan) {
-    if (!part.of_model) continue;
-    if (!files.emplace(part.name, part.file).second) return std::nullopt;
-    bytes += part.bytes();
+/// The same on every rank, by what each has described.
+std::vector<PlannedShard> plan_of(const std::vector<json>& described) {
+  std::vector<PlannedShard> plan;
+  std::map<ShardKey, size_t> known;
+  for (size_t rank = 0; rank < described.size(); ++rank) {
+    for (const json& item : described[rank]) {
+      const ShardKey key = item.at(0);
+      const auto& [of_model, name, offsets, sizes] = key;
+      const auto [place, is_new] = known.try_emplace(key, plan.size());
+      if (is_new) {
+        const auto dtype = static_cast<at::ScalarType>(item.at(2).get<int>());
+        plan.push_back({.shard = {name, item.at(1), offsets,
+                                  at::empty(sizes, at::dtype(dtype).device(at::kMeta))},
+                        .of_model = of_model});
+      }
+      plan[place->second].holders.push_back(static_cast<int>(rank));
+    }
   }
-  return index_text(files, static_cast<uint64_t>(bytes));
+  check_complete(plan);
+  choose_writers(plan, described.size());
+  choose_files(plan);
+  return plan;
+}
+
+/// Where transformers and others look for a tensor; none where one lies in several files.
+std::optional<std::string> index_of(const std::vector<PlannedShard>& plan) {
+  std::map<std::string, std::string> files;
+  uint64_t bytes = 0;
+  for (const PlannedShard& planned : plan) {
+    if (!planned.of_model) continue;
+    if (!files.emplace(planned.shard.name, planned.file).second) return std::nullopt;
+    bytes += planned.shard.values.nbytes();
+  }
+  return index_text(files, bytes);
 }
 
 /// A file of a checkpoint. A piece is hashed and copied while the processor's cache has it.
@@ -147,75 +159,55 @@ class HashedFile {
 
 }  // namespace
 
-int64_t PlannedPart::bytes() const {
-  return static_cast<int64_t>(c10::multiply_integers(box.sizes) * c10::elementSize(dtype));
-}
-
-std::vector<PlannedPart> plan_of(const std::vector<json>& described) {
-  std::vector<PlannedPart> parts;
-  std::map<PartKey, size_t> known;
-  for (size_t rank = 0; rank < described.size(); ++rank) {
-    for (const json& item : described[rank]) {
-      PlannedPart part = part_from(item);
-      const size_t index = known.try_emplace(key_of(part), parts.size()).first->second;
-      if (index == parts.size()) parts.push_back(std::move(part));
-      parts[index].holders.push_back(static_cast<int>(rank));
-    }
-  }
-  check_complete(parts);
-  choose_writers(parts, described.size());
-  choose_files(parts);
-  return parts;
-}
-
 ShardedSave::ShardedSave(const ProcessGroup& group, const CheckpointShards& shards)
-    : info_(shards.info) {
-  json mine = describe(true, shards.model);
-  for (json& item : describe(false, shards.state)) mine.push_back(std::move(item));
-  plan_ = plan_of(is_alone(group) ? std::vector<json>{mine} : group.all_gather_object(mine));
-  const int rank = is_alone(group) ? 0 : group.rank();
+    : info_(shards.info), rank_(is_alone(group) ? 0 : group.rank()) {
   info_.ranks = is_alone(group) ? 1 : group.size();
-  std::map<PartKey, at::Tensor> own;
-  for (const bool of_model : {true, false}) {
-    for (const TensorShard& shard : of_model ? shards.model : shards.state)
-      own.emplace(PartKey{of_model, shard.name, shard.offsets}, shard.values);
+  json mine = json::array();
+  std::map<ShardKey, at::Tensor> own;
+  for_each_shard(shards, [&](const ShardKey& key, const TensorShard& shard) {
+    mine.push_back({key, shard.sizes, static_cast<int>(shard.values.scalar_type())});
+    own.emplace(key, shard.values);
+  });
+  plan_ = plan_of(is_alone(group) ? std::vector<json>{mine} : group.all_gather_object(mine));
+  for (auto& [shard, of_model, holders, writer, file] : plan_) {
+    if (writer == rank_)
+      shard.values = own.at({of_model, shard.name, shard.offsets, shard.values.sizes().vec()});
   }
-  for (size_t i = 0; i < plan_.size(); ++i) {
-    if (plan_[i].writer == rank) tensors_.emplace(i, own.at(key_of(plan_[i])));
+}
+
+std::vector<at::Tensor*> ShardedSave::tensors() {
+  std::vector<at::Tensor*> own;
+  for (PlannedShard& planned : plan_) {
+    if (planned.writer == rank_) own.push_back(&planned.shard.values);
   }
+  return own;
 }
 
 /// Gives each file with its size and hash.
-json ShardedSave::write_own(const fs::path& folder, int rank, CheckpointHash hash) const {
-  std::map<std::string, std::vector<size_t>> files;
-  for (const auto& [index, tensor] : tensors_) files[plan_[index].file].push_back(index);
-  json result = json::array();
+json ShardedSave::write_own(const fs::path& folder, CheckpointHash hash) const {
+  std::map<std::string, std::vector<TensorShard>> files;
+  for (const PlannedShard& planned : plan_) {
+    if (planned.writer == rank_) files[planned.file].push_back(planned.shard);
+  }
   if (!files.empty() && !fs::exists(folder)) {
-    throw CheckpointError("rank " + std::to_string(rank) + " does not see " + folder.string() +
+    throw CheckpointError("rank " + std::to_string(rank_) + " does not see " + folder.string() +
                               ", which rank 0 has made",
                           "give a --checkpoint-dir on a file system that all hosts share");
   }
-  for (const auto& [file, parts] : files) {
-    std::vector<TensorInfo> infos;
-    std::vector<std::vector<int64_t>> offsets;
-    for (const size_t index : parts) {
-      const at::Tensor& tensor = tensors_.at(index);
-      infos.push_back({plan_[index].name, tensor.scalar_type(), tensor.sizes().vec()});
-      offsets.push_back(plan_[index].box.offsets);
-    }
+  json result = json::array();
+  for (const auto& [file, shards] : files) {
     HashedFile out(folder / file, hash);
-    write_safetensors(
-        infos, sharding_metadata(infos, offsets), [&](size_t i) { return tensors_.at(parts[i]); },
-        [&](const void* data, size_t size) { out.write(data, size); });
+    write_safetensors(shards, sharding_metadata(shards), {},
+                      [&](const void* data, size_t size) { out.write(data, size); });
     result.push_back(out.finish());
   }
   return result;
 }
 
 /// As text what went wrong.
-json ShardedSave::own_or_error(const fs::path& folder, int rank, CheckpointHash hash) const {
+json ShardedSave::own_or_error(const fs::path& folder, CheckpointHash hash) const {
   try {
-    return write_own(folder, rank, hash);
+    return write_own(folder, hash);
   } catch (const std::exception& failure) {
     return failure.what();
   }
@@ -240,43 +232,35 @@ void ShardedSave::complete(const fs::path& folder, const std::vector<json>& resu
 }
 
 /// A collective even where writing fails: the others wait for what comes of it.
-std::string ShardedSave::write_as_first(const ProcessGroup& group, CheckpointFolder& folder) const {
+std::string ShardedSave::write(const ProcessGroup& group, CheckpointFolder& folder) const {
+  const bool alone = is_alone(group);
+  if (rank_ != 0) {
+    const json told = group.broadcast_object({}, 0);
+    const fs::path aside = told.at(0).get<std::string>();
+    if (!aside.empty()) group.gather_object(own_or_error(aside, told.at(1)), 0);
+    return group.broadcast_object({}, 0).get<std::string>();
+  }
   std::string error;
-  bool begun = false;
+  bool begun = alone;
   const auto begin = [&](const fs::path& aside) {
+    if (!alone) group.broadcast_object({aside.string(), folder.hash()}, 0);
     begun = true;
-    if (!is_alone(group)) group.broadcast_object({aside.string(), folder.hash()}, 0);
   };
   try {
     folder.write(info_.step, [&](const fs::path& aside) {
       begin(aside);
-      const json own = own_or_error(aside, 0, folder.hash());
-      complete(aside, is_alone(group) ? std::vector<json>{own} : group.gather_object(own, 0),
-               folder.hash());
+      const json own = own_or_error(aside, folder.hash());
+      complete(aside, alone ? std::vector<json>{own} : group.gather_object(own, 0), folder.hash());
     });
   } catch (const CommError&) {
     throw;
   } catch (const std::exception& failure) {
-    if (is_alone(group)) throw;
+    if (alone) throw;
     error = failure.what();
   }
-  if (is_alone(group)) return {};
   if (!begun) begin({});
-  group.broadcast_object(error, 0);
+  if (!alone) group.broadcast_object(error, 0);
   return error;
-}
-
-void ShardedSave::write_as_other(const ProcessGroup& group) const {
-  const json told = group.broadcast_object({}, 0);
-  const fs::path aside = told.at(0).get<std::string>();
-  const auto hash = told.at(1).get<CheckpointHash>();
-  if (!aside.empty()) group.gather_object(own_or_error(aside, group.rank(), hash), 0);
-}
-
-std::string ShardedSave::write(const ProcessGroup& group, CheckpointFolder& folder) const {
-  if (is_alone(group) || group.rank() == 0) return write_as_first(group, folder);
-  write_as_other(group);
-  return group.broadcast_object({}, 0).get<std::string>();
 }
 
 }  // namespace lockstep::detail

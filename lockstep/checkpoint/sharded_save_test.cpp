@@ -1,5 +1,6 @@
 #include "lockstep/checkpoint/sharded_save.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
@@ -76,6 +77,52 @@ TEST(ShardedSave, AnyRanksTogetherWriteWhatOneReads) {
           << "replicated tensors are shared out";
     }
   }
+}
+
+/// Ranks 0 and 2 have the same boxes, and so have ranks 1 and 3.
+TEST(ShardedSave, ReplicasShareOutTheBoxesThatTheyHaveAlike) {
+  TemporaryDirectory temporary;
+  const std::vector<std::string> names = {"a", "b", "c", "d"};
+  const at::Tensor whole = numbers({10, 7});
+  const auto boxes_of_rank = [&](int rank, const std::string& name, double add) {
+    const int64_t begin = rank % 2 == 0 ? 0 : 33;
+    const int64_t count = rank % 2 == 0 ? 33 : 37;
+    return shards_of_range(name, whole, begin, (whole + add).reshape({-1}).narrow(0, begin, count));
+  };
+  run_group(4, [&](const ProcessGroup& group) {
+    CheckpointShards shards;
+    for (double add = 0; const std::string& name : names) {
+      for (TensorShard& shard : boxes_of_rank(group.rank(), name, add))
+        shards.model.push_back(std::move(shard));
+      add += 100;
+    }
+    int64_t own_bytes = 0;
+    for (const at::Tensor* tensor : detail::ShardedSave(group, shards).tensors())
+      own_bytes += static_cast<int64_t>(tensor->nbytes());
+    const auto all = nlohmann::json(group.all_gather_object(own_bytes)).get<std::vector<int64_t>>();
+    const auto tensor_bytes = static_cast<int64_t>(whole.nbytes());
+    EXPECT_EQ(all[0] + all[2], 33 * 4 * 4) << "each box is written once";
+    EXPECT_EQ(all[1] + all[3], 37 * 4 * 4);
+    for (const int64_t bytes : all) EXPECT_NEAR(bytes, tensor_bytes, tensor_bytes / 4);
+    CheckpointFolder folder(temporary.path());
+    save_checkpoint(group, folder, shards);
+  });
+  const Checkpoint read = read_checkpoint(temporary.path() / "latest");
+  ASSERT_EQ(read.model.size(), names.size());
+  for (size_t i = 0; i < names.size(); ++i)
+    EXPECT_TRUE(at::equal(read.model[i].second, whole + 100.0 * static_cast<double>(i)));
+}
+
+/// They begin alike, and one of them is wrong.
+TEST(ShardedSave, BoxesOfOtherSizesAreNotTheSame) {
+  TemporaryDirectory temporary;
+  run_group(2, [&](const ProcessGroup& group) {
+    CheckpointFolder folder(temporary.path());
+    const at::Tensor whole = numbers({8});
+    CheckpointShards shards;
+    shards.model = shards_of_range("a", whole, 0, whole.narrow(0, 0, group.rank() == 0 ? 8 : 4));
+    EXPECT_THROW(save_checkpoint(group, folder, shards), CheckpointError);
+  });
 }
 
 TEST(ShardedSave, ReadsWhatIsWantedOnly) {

@@ -2,12 +2,13 @@
 
 #include <ATen/Functions.h>
 #include <sys/mman.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <utility>
+#include <span>
 
 #include "lockstep/base/file_writer.h"
 #include "lockstep/base/hash.h"
@@ -16,8 +17,6 @@
 #include "lockstep/checkpoint/sharded_save.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/stored_tensors.h"
-
-#include <torch/version.h>
 
 namespace lockstep {
 namespace fs = std::filesystem;
@@ -79,27 +78,17 @@ json read_document(const fs::path& folder) {
   return document;
 }
 
-int64_t numel_of(const std::vector<int64_t>& sizes) {
-  return static_cast<int64_t>(c10::multiply_integers(sizes));
-}
-
 /// Those in the files whose names begin with `start`, as the files say themselves.
-std::vector<StoredTensor> tensors_of(const StoredCheckpoint& checkpoint, const std::string& start) {
+std::vector<TensorShard> shards_of(const StoredCheckpoint& checkpoint, const std::string& start) {
   std::vector<fs::path> files;
   for (const StoredFile& file : checkpoint.files) {
     if (file.name.starts_with(start) && file.name.ends_with(".safetensors"))
       files.push_back(checkpoint.folder / file.name);
   }
-  std::vector<StoredTensor> tensors;
-  for (const auto& found : detail::index_safetensors_files(files, checkpoint.folder).tensors) {
-    tensors.push_back({found.name, found.dtype, found.shape, {}});
-    for (const auto& chunk : found.chunks) {
-      tensors.back().parts.push_back({{chunk.offsets, chunk.sizes},
-                                      chunk.bytes->path.filename(),
-                                      chunk.bytes->where.begin});
-    }
-  }
-  return tensors;
+  std::vector<TensorShard> all;
+  for (auto& [name, shards] : detail::index_safetensors_files(files, checkpoint.folder).shards)
+    all.insert(all.end(), shards.begin(), shards.end());
+  return all;
 }
 
 void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& checkpoint) {
@@ -115,13 +104,13 @@ void fill_from(const fs::path& folder, const json& document, StoredCheckpoint& c
       damaged(folder, name + " has " + std::to_string(bytes) + " bytes in place of " +
                           std::to_string(wanted));
   }
-  checkpoint.model = tensors_of(checkpoint, "model");
-  checkpoint.state = tensors_of(checkpoint, "state");
+  checkpoint.model = shards_of(checkpoint, "model");
+  checkpoint.state = shards_of(checkpoint, "state");
 }
 
 /// Zeros that take no memory where nobody writes to them.
 at::Tensor untouched(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
-  const size_t bytes = static_cast<size_t>(numel_of(sizes)) * c10::elementSize(dtype);
+  const size_t bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
   constexpr size_t kWorthAMapping = 1 << 20;
   if (bytes < kWorthAMapping) return at::zeros(sizes, dtype);
   void* const memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -131,70 +120,18 @@ at::Tensor untouched(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
       memory, sizes, [bytes](void* mapped) { ::munmap(mapped, bytes); }, dtype);
 }
 
-at::Tensor slice(at::Tensor tensor, const std::vector<int64_t>& offsets,
-                 const std::vector<int64_t>& sizes) {
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    tensor = tensor.narrow(static_cast<int64_t>(d), offsets[d], sizes[d]);
-  }
-  return tensor;
-}
-
-/// `wanted` lies in the part's box. Both are of the whole tensor.
-at::Tensor read_part(const StoredCheckpoint& checkpoint, const StoredPart& part,
-                     const detail::Box& wanted, const StoredTensor& tensor) {
-  const uint64_t bytes =
-      static_cast<uint64_t>(numel_of(part.box.sizes)) * c10::elementSize(tensor.dtype);
-  const ContentOptions where{
-      .packing = ContentOptions::Packing::plain, .begin = part.begin, .size = bytes};
-  const detail::StoredChunk chunk{part.box.offsets, part.box.sizes,
-                                  detail::contiguous_strides(part.box.sizes), 0,
-                                  std::make_shared<const detail::StoredBytes>(detail::StoredBytes{
-                                      checkpoint.folder / part.file, where, bytes})};
-  try {
-    const at::Tensor values =
-        detail::read_part({tensor.name, tensor.dtype, tensor.sizes}, chunk, wanted);
-    *checkpoint.bytes_read += static_cast<int64_t>(values.storage().nbytes());
-    return values;
-  } catch (const DataError& error) {
-    damaged(checkpoint.folder, error.what());
-  }
-}
-
-void read_box(const StoredCheckpoint& checkpoint, const StoredTensor& tensor, const TensorBox& box,
-              at::Tensor& into) {
-  for (const StoredPart& part : tensor.parts) {
-    const detail::Box common = detail::intersection({part.box.offsets, part.box.sizes},
-                                                    {box.offsets, box.sizes});
-    if (common.is_empty()) continue;
-    at::Tensor values;
-    if (part.file.empty()) {
-      std::vector<int64_t> within = common.offsets;
-      for (size_t d = 0; d < within.size(); ++d) within[d] -= part.box.offsets[d];
-      values = slice(part.values, within, common.sizes);
-    } else {
-      values = read_part(checkpoint, part, common, tensor);
-    }
-    if (values.sizes().equals(into.sizes()) && !part.file.empty()) {
-      into = values.contiguous();
-    } else {
-      slice(into, common.offsets, common.sizes).copy_(values);
-    }
-  }
-}
-
-at::Tensor read_tensor(const StoredCheckpoint& checkpoint, const StoredTensor& tensor,
-                       const std::vector<TensorBox>* boxes) {
-  at::Tensor result = untouched(tensor.sizes, tensor.dtype);
-  const auto fits = [&](const TensorBox& box) {
-    return detail::is_within(box.offsets, box.sizes, tensor.sizes);
-  };
+/// A tensor of these shards, of which `boxes` are read; null: all.
+at::Tensor read_tensor(std::span<const TensorShard> shards, const std::vector<TensorBox>* boxes,
+                       std::atomic<int64_t>* bytes_read) {
+  const std::vector<int64_t>& sizes = shards.front().sizes;
+  const auto fits = [&](const TensorBox& box) { return detail::is_within(box, sizes); };
   // A count has one element, whatever its parameter's shape is.
-  if (!boxes || result.numel() <= 1 || !std::all_of(boxes->begin(), boxes->end(), fits)) {
-    const TensorBox all{std::vector<int64_t>(tensor.sizes.size()), tensor.sizes};
-    read_box(checkpoint, tensor, all, result);
-  } else {
-    for (const TensorBox& box : *boxes) read_box(checkpoint, tensor, box, result);
-  }
+  if (!boxes || c10::multiply_integers(sizes) <= 1 ||
+      !std::all_of(boxes->begin(), boxes->end(), fits))
+    return detail::read_box(shards, {std::vector<int64_t>(sizes.size()), sizes}, {}, bytes_read);
+  at::Tensor result = untouched(sizes, shards.front().values.scalar_type());
+  for (const TensorBox& box : *boxes)
+    detail::read_box(shards, box, part_of(result, box), bytes_read);
   return result;
 }
 
@@ -238,13 +175,20 @@ void check_files(const StoredCheckpoint& checkpoint, int part, int parts) {
   }
 }
 
-StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<StoredTensor>& tensors,
+StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<TensorShard>& shards,
                        const std::string& prefix, const WantedBoxes& wanted) {
   StateDict result;
-  for (const StoredTensor& tensor : tensors) {
-    if (!tensor.name.starts_with(prefix)) continue;
-    const std::string name = tensor.name.substr(prefix.size());
-    result.emplace_back(name, read_tensor(checkpoint, tensor, wanted ? wanted(name) : nullptr));
+  for (auto first = shards.begin(), last = first; first != shards.end(); first = last) {
+    last = std::find_if(first, shards.end(),
+                        [&](const TensorShard& shard) { return shard.name != first->name; });
+    if (!first->name.starts_with(prefix)) continue;
+    const std::string name = first->name.substr(prefix.size());
+    try {
+      result.emplace_back(name, read_tensor({first, last}, wanted ? wanted(name) : nullptr,
+                                            checkpoint.bytes_read.get()));
+    } catch (const DataError& error) {
+      damaged(checkpoint.folder, error.what());
+    }
   }
   return result;
 }
@@ -252,11 +196,18 @@ StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<Sto
 Checkpoint read_checkpoint(const fs::path& folder) {
   const StoredCheckpoint stored = open_checkpoint(folder);
   check_files(stored);
-  if (stored.info.libtorch != TORCH_VERSION) {
-    log_warning("checkpoint " + folder.string() + " was written with LibTorch " +
-                stored.info.libtorch + "; this is " + TORCH_VERSION);
-  }
+  detail::warn_of_other_libtorch(stored);
+  return detail::whole(stored);
+}
+
+Checkpoint detail::whole(const StoredCheckpoint& stored) {
   return {stored.info, read_tensors(stored, stored.model), read_tensors(stored, stored.state)};
+}
+
+void detail::warn_of_other_libtorch(const StoredCheckpoint& checkpoint) {
+  if (checkpoint.info.libtorch == TORCH_VERSION) return;
+  log_warning("checkpoint " + checkpoint.folder.string() + " was written with LibTorch " +
+              checkpoint.info.libtorch + "; this is " + TORCH_VERSION);
 }
 
 Hasher::Algorithm detail::algorithm_of(CheckpointHash kind) {

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
@@ -16,19 +14,11 @@
 
 namespace lockstep {
 
-/// A box of a stored tensor: contiguous in a file, or in memory.
-struct StoredPart {
-  TensorBox box;
-  std::string file;    ///< In the checkpoint's folder. Empty: `values` has it.
-  uint64_t begin = 0;  ///< In the file.
-  at::Tensor values = {};
-};
-
-struct StoredTensor {
-  std::string name;
-  at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<int64_t> sizes;
-  std::vector<StoredPart> parts;  ///< They make up the tensor.
+/// What a checkpoint consists of, or what one rank gives to one that all ranks write.
+struct CheckpointShards {
+  CheckpointInfo info;             ///< That of rank 0 counts.
+  std::vector<TensorShard> model;  ///< By the names of Python's state_dict.
+  std::vector<TensorShard> state;  ///< "optimizer.*", and of one rank alone "rank3.*".
 };
 
 struct StoredFile {
@@ -38,13 +28,11 @@ struct StoredFile {
   std::string hash;  ///< Hexadecimal.
 };
 
-/// A checkpoint of which any part can be read. Its files must stay as long as it is read.
-struct StoredCheckpoint {
-  CheckpointInfo info;
-  std::filesystem::path folder;
-  std::vector<StoredFile> files;
-  std::vector<StoredTensor> model;
-  std::vector<StoredTensor> state;
+/// A checkpoint of which any part can be read: whole tensors, the shards of each one after another,
+/// in files or in memory. Its files must stay as long as it is read.
+struct StoredCheckpoint : CheckpointShards {
+  std::filesystem::path folder = {};  ///< Empty: all is in memory.
+  std::vector<StoredFile> files = {};
   /// Of tensors, read from files by this process. What `check_files` reads does not count.
   std::shared_ptr<std::atomic<int64_t>> bytes_read = std::make_shared<std::atomic<int64_t>>(0);
 };
@@ -60,13 +48,17 @@ void check_files(const StoredCheckpoint& checkpoint, int part = 0, int parts = 1
 /// Which boxes of a tensor are wanted; none: all of it. What lies outside of its sizes is ignored.
 using WantedBoxes = std::function<const std::vector<TensorBox>*(const std::string& name)>;
 
-/// Tensors of `tensors` whose names begin with `prefix`, without it, as whole tensors on the CPU.
-/// Of each only the wanted boxes are read. All else is zero, and takes no memory until it is
-/// touched. Throws DamagedCheckpointError for a file that is too short, and SystemError.
-StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<StoredTensor>& tensors,
+/// Tensors of `shards`, the checkpoint's model or state, whose names begin with `prefix`, without
+/// it, as whole tensors on the CPU. Of each only the wanted boxes are read. All else is zero, and
+/// takes no memory until it is touched. Throws DamagedCheckpointError for a file that is too short,
+/// and SystemError.
+StateDict read_tensors(const StoredCheckpoint& checkpoint, const std::vector<TensorShard>& shards,
                        const std::string& prefix = {}, const WantedBoxes& wanted = {});
 
 namespace detail {
+
+Checkpoint whole(const StoredCheckpoint& stored);
+void warn_of_other_libtorch(const StoredCheckpoint& checkpoint);
 
 nlohmann::json to_json(const CheckpointInfo& info);
 CheckpointInfo info_from(const nlohmann::json& object);

@@ -12,8 +12,8 @@
 #include "lockstep/base/text.h"
 #include "lockstep/comm/backends/tensor_checks.h"
 #include "lockstep/comm/group_impl.h"
+#include "lockstep/comm/group_objects.h"
 #include "lockstep/comm/process_group.h"
-#include "lockstep/comm/tensor_shard.h"
 
 namespace lockstep {
 namespace {

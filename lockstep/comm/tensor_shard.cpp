@@ -1,7 +1,5 @@
 #include "lockstep/comm/tensor_shard.h"
 
-#include <ATen/ops/empty.h>
-
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -72,28 +70,67 @@ std::vector<TensorShard> whole_shards(const StateDict& tensors, const std::strin
   return shards;
 }
 
+at::Tensor part_of(at::Tensor tensor, const TensorBox& box) {
+  for (size_t d = 0; d < box.sizes.size(); ++d)
+    tensor = tensor.narrow(static_cast<int64_t>(d), box.offsets[d], box.sizes[d]);
+  return tensor;
+}
+
 std::vector<TensorBox> boxes_of_range(const at::Tensor& like, int64_t begin, int64_t count) {
+  const std::vector<int64_t> order = memory_order(like), back = inverse(order);
+  const std::vector<int64_t> sizes = reordered(like.sizes().vec(), order);
   std::vector<TensorBox> boxes;
-  for (const auto& shard : shards_of_range({}, like, begin, at::empty({count}, at::kMeta)))
-    boxes.push_back({shard.offsets, shard.values.sizes().vec()});
+  add_boxes(sizes, 0, std::vector<int64_t>(sizes.size()), begin, begin + count, boxes);
+  for (TensorBox& box : boxes) box = {reordered(box.offsets, back), reordered(box.sizes, back)};
   return boxes;
 }
 
 std::vector<TensorShard> shards_of_range(const std::string& name, const at::Tensor& like,
                                          int64_t begin, const at::Tensor& values) {
   const std::vector<int64_t> order = memory_order(like), back = inverse(order);
-  const std::vector<int64_t> sizes = reordered(like.sizes().vec(), order);
-  std::vector<TensorBox> boxes;
-  add_boxes(sizes, 0, std::vector<int64_t>(sizes.size()), begin, begin + values.numel(), boxes);
   std::vector<TensorShard> shards;
   int64_t from = 0;
-  for (const TensorBox& box : boxes) {
+  for (const TensorBox& box : boxes_of_range(like, begin, values.numel())) {
     const at::Tensor part = values.detach().narrow(0, from, c10::multiply_integers(box.sizes));
     from += part.numel();
-    shards.push_back({name, like.sizes().vec(), reordered(box.offsets, back),
-                      part.view(box.sizes).permute(back)});
+    shards.push_back({name, like.sizes().vec(), box.offsets,
+                      part.view(reordered(box.sizes, order)).permute(back)});
   }
   return shards;
+}
+
+bool TensorBox::is_empty() const {
+  return std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size <= 0; });
+}
+
+TensorBox detail::intersection(const TensorBox& a, const TensorBox& b) {
+  TensorBox both;
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    const int64_t begin = std::max(a.offsets[d], b.offsets[d]);
+    const int64_t end = std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]);
+    both.offsets.push_back(begin);
+    both.sizes.push_back(end - begin);
+  }
+  return both;
+}
+
+bool detail::overlap(const TensorBox& a, const TensorBox& b) {
+  for (size_t d = 0; d < a.sizes.size(); ++d) {
+    if (std::max(a.offsets[d], b.offsets[d]) >=
+        std::min(a.offsets[d] + a.sizes[d], b.offsets[d] + b.sizes[d]))
+      return false;
+  }
+  return true;
+}
+
+bool detail::is_within(const TensorBox& box, at::IntArrayRef sizes) {
+  if (box.sizes.size() != sizes.size() || box.offsets.size() != sizes.size()) return false;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (box.offsets[d] < 0 || box.sizes[d] < 0 || box.sizes[d] > sizes[d] ||
+        box.offsets[d] > sizes[d] - box.sizes[d])
+      return false;
+  }
+  return true;
 }
 
 }  // namespace lockstep

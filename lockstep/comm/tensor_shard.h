@@ -1,10 +1,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Device.h>
 
 #include <cstdint>
-#include <optional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,24 +11,37 @@
 
 namespace lockstep {
 
-class ProcessGroup;
+namespace detail {
+struct StoredBytes;
+}
 
 /// A part of a tensor: `sizes[d]` indices from `offsets[d]` on, in each dimension.
 struct TensorBox {
   std::vector<int64_t> offsets;
   std::vector<int64_t> sizes;
+
+  bool is_empty() const;
 };
 
-/// What one rank has of a tensor that ranks have in parts, or each as a whole.
+/// What one rank or one file has of a tensor that is in parts, or each as a whole.
 struct TensorShard {
   std::string name;
   std::vector<int64_t> sizes;    ///< Of the whole tensor.
   std::vector<int64_t> offsets;  ///< Of `values` in it.
-  at::Tensor values;             ///< The box that begins there. On any device, with any strides.
+  /// The box that begins there. On any device, with any strides. Of a shard elsewhere a meta
+  /// tensor: its strides and storage offset are those in the file.
+  at::Tensor values;
+  /// Where the values are to be read; null where `values` has them, or where another rank has.
+  std::shared_ptr<const detail::StoredBytes> file = {};
+
+  TensorBox box() const { return {offsets, values.sizes().vec()}; }
 };
 
 /// Whole tensors as shards, with `prefix` before each name.
 std::vector<TensorShard> whole_shards(const StateDict& tensors, const std::string& prefix = {});
+
+/// The box of a tensor: a view.
+at::Tensor part_of(at::Tensor tensor, const TensorBox& box);
 
 /// Elements [begin, begin + count) of a tensor as few boxes. The elements count in the order in
 /// which `like`, which has the tensor's sizes, has them in memory: row by row where its strides
@@ -41,10 +53,12 @@ std::vector<TensorShard> shards_of_range(const std::string& name, const at::Tens
 
 namespace detail {
 
-/// The tensors of rank `source`, on the CPU of every rank. `own` counts there only. They are sent
-/// on `device`; none: where the group's backend communicates. A collective.
-StateDict broadcast_state(const ProcessGroup& group, const StateDict& own, int source,
-                          std::optional<c10::Device> device = {});
+/// What both boxes of a tensor have. Sizes are below 0 where that is nothing.
+TensorBox intersection(const TensorBox& a, const TensorBox& b);
+/// Whether they have an element in common. Takes no memory.
+bool overlap(const TensorBox& a, const TensorBox& b);
+/// Whether the box lies in a tensor of these sizes.
+bool is_within(const TensorBox& box, at::IntArrayRef sizes);
 
 }  // namespace detail
 

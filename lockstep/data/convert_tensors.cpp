@@ -52,8 +52,10 @@ void convert_tensors(const TensorReader& source, const fs::path& target, const s
   if (format == "hf") {
     write_folder(source, target, shards);
   } else if (format == "safetensors") {
-    detail::write_safetensors(target, tensors, {{"format", "pt"}},
-                              [&](size_t i) { return source.read(tensors[i].name); });
+    std::vector<TensorShard> shards;
+    for (const TensorInfo& tensor : tensors) shards.push_back(detail::described(tensor));
+    detail::write_safetensors(target, shards, {{"format", "pt"}},
+                              [&](const TensorShard& shard) { return source.read(shard.name); });
   } else {
     StateDict all;
     for (const TensorInfo& tensor : tensors)

@@ -31,7 +31,7 @@ class DcpReader {
       read_item(object(*index, "MetadataIndex"), object(*place, "_StorageInfo"));
     stored_.format = "dcp";
     for (auto& [name, tensor] : tensors_) {
-      check_chunks_cover(tensor, folder_.string());
+      check_shards_cover(tensor, stored_.shards[name], folder_.string());
       stored_.tensors.push_back(std::move(tensor));
     }
     return std::move(stored_);
@@ -85,7 +85,7 @@ class DcpReader {
     const PickleValue& properties = object(attribute(value, "properties"), "TensorProperties");
     if (properties.state->items.empty()) fail("expected the properties of '" + name + "'");
     const std::string& dtype = properties.state->items[0]->text;
-    StoredTensor& tensor = tensors_[name];
+    TensorInfo& tensor = tensors_[name];
     tensor.name = name;
     const auto known = dtype.starts_with("torch.")
                            ? dtype_of_name(&DtypeNames::torch, dtype.substr(6))
@@ -110,9 +110,9 @@ class DcpReader {
                         item.tensors[0].dtype == tensor->second.dtype;
     if (!is_one) fail("the shard of '" + name + "' is no tensor of its dtype");
     const PickleValue* const offset = find(index, "offset");
-    StoredChunk& chunk = item.tensors[0].chunks[0];
-    if (offset != nullptr && offset->kind != Kind::none) chunk.offsets = size_of(*offset);
-    tensor->second.chunks.push_back(std::move(chunk));
+    TensorShard& shard = item.shards.at(name).front();
+    if (offset != nullptr && offset->kind != Kind::none) shard.offsets = size_of(*offset);
+    stored_.shards[name].push_back(std::move(shard));
   }
 
   fs::path file_of(const std::string& relative, const std::string& name) const {
@@ -128,16 +128,17 @@ class DcpReader {
 
   void add_values(StoredTensors& item) {
     stored_.values.merge(item.values);
-    for (StoredTensor& tensor : item.tensors) {
+    for (TensorInfo& tensor : item.tensors) {
       if (!tensors_.emplace(tensor.name, tensor).second)
         fail("two tensors have the name '" + tensor.name + "'");
     }
+    stored_.shards.merge(item.shards);
   }
 
   fs::path folder_;
   std::string bytes_;
   Pickle pickle_;
-  std::map<std::string, StoredTensor> tensors_;
+  std::map<std::string, TensorInfo> tensors_;
   StoredTensors stored_;
 };
 

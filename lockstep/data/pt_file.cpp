@@ -30,7 +30,6 @@ using Kind = PickleValue::Kind;
 constexpr std::string_view kPickle = "/data.pkl";
 
 using detail::StoredBytes;
-using detail::StoredTensor;
 
 /// Of a storage's class, or of a dtype.
 std::optional<at::ScalarType> pt_dtype_of(std::string_view name) {
@@ -186,8 +185,8 @@ class PtReader {
       left_out_.push_back("'" + name + "' (" + value.text + ")");
       return add_value(name, value.text);
     }
-    stored_.tensors.push_back(std::move(*tensor));
-    stored_.tensors.back().name = name;
+    tensor->name = name;
+    stored_.add(std::move(*tensor));
   }
 
   static bool is_plain(const PickleValue& value) {
@@ -243,9 +242,9 @@ class PtReader {
   }
 
   /// None of one that is not dense, or of a dtype that is not known.
-  std::optional<StoredTensor> rebuilt(const std::string& function,
-                                      const std::vector<const PickleValue*>& items,
-                                      const std::string& name, int depth) {
+  std::optional<TensorShard> rebuilt(const std::string& function,
+                                     const std::vector<const PickleValue*>& items,
+                                     const std::string& name, int depth) {
     const auto is = [&](const char* known) {
       return function == std::string("torch._utils._rebuild_") + known;
     };
@@ -262,8 +261,8 @@ class PtReader {
 
   /// From its storage, offset, sizes and strides, of `flags` items before those of metadata. The
   /// seventh may be its dtype.
-  std::optional<StoredTensor> dense_tensor(const std::vector<const PickleValue*>& items,
-                                           const std::string& name, size_t flags) {
+  std::optional<TensorShard> dense_tensor(const std::vector<const PickleValue*>& items,
+                                          const std::string& name, size_t flags) {
     if (items.size() < 4 || items[0]->items.size() != 1)
       fail(name, "has not the storage, offset, sizes and strides of a tensor");
     const PickleValue& id = *items[0]->items[0];
@@ -274,19 +273,16 @@ class PtReader {
       const PickleValue* value = items.size() > flags ? find(*items[flags], word) : nullptr;
       return value != nullptr && value->integer != 0;
     };
-    StoredTensor tensor;
-    tensor.dtype = *dtype;
-    tensor.shape = numbers(*items[2], name);
-    tensor.chunks.push_back({std::vector<int64_t>(tensor.shape.size()), tensor.shape,
-                             numbers(*items[3], name), items[1]->integer,
-                             storage(id.items[2]->text, name), flag("conj"), flag("neg")});
+    TensorShard tensor = detail::shard_in_file(
+        {name, *dtype, numbers(*items[2], name)}, numbers(*items[3], name), items[1]->integer,
+        storage(id.items[2]->text, name), path_.string() + ": '" + name + "'");
     const bool can_negate = c10::isComplexType(*dtype) || *dtype == at::kHalf ||
                             *dtype == at::kBFloat16 || *dtype == at::kFloat ||
                             *dtype == at::kDouble;
-    if ((tensor.chunks[0].conj && !c10::isComplexType(*dtype)) ||
-        (tensor.chunks[0].neg && !can_negate))
+    if ((flag("conj") && !c10::isComplexType(*dtype)) || (flag("neg") && !can_negate))
       fail(name, "is a lazy conjugate or negative of a dtype that has none");
-    detail::check_chunk_fits(tensor.chunks[0], *dtype, path_.string() + ": '" + name + "'");
+    if (flag("conj")) tensor.values = tensor.values._conj();
+    if (flag("neg")) tensor.values = tensor.values._neg_view();
     return tensor;
   }
 
@@ -422,16 +418,16 @@ PtFile load_pt(const fs::path& path) {
                           std::vector<int64_t>, bool, bool>;
   std::map<Part, at::Tensor> known;  // What is there twice is one tensor.
   PtFile file;
-  for (const StoredTensor& tensor : stored.tensors) {
-    const detail::StoredChunk& chunk = tensor.chunks[0];
-    at::Tensor& storage = storages[chunk.bytes.get()];
-    if (!storage.defined()) storage = whole_storage(*chunk.bytes);
-    at::Tensor& made = known[{chunk.bytes.get(), tensor.dtype, chunk.first, chunk.sizes,
-                              chunk.strides, chunk.conj, chunk.neg}];
+  for (const TensorInfo& tensor : stored.tensors) {
+    const auto& [name, sizes, offsets, values, bytes] = stored.shards.at(tensor.name).front();
+    at::Tensor& storage = storages[bytes.get()];
+    if (!storage.defined()) storage = whole_storage(*bytes);
+    at::Tensor& made = known[{bytes.get(), tensor.dtype, values.storage_offset(), sizes,
+                              values.strides().vec(), values.is_conj(), values.is_neg()}];
     if (!made.defined()) {
       made = detail::resolved(
-          chunk, at::empty({0}, at::dtype(tensor.dtype))
-                     .set_(storage.storage(), chunk.first, chunk.sizes, chunk.strides));
+          values, at::empty({0}, at::dtype(tensor.dtype))
+                      .set_(storage.storage(), values.storage_offset(), sizes, values.strides()));
     }
     file.tensors.emplace_back(tensor.name, made);
   }

@@ -29,15 +29,14 @@ class Reader {
  public:
   explicit Reader(const std::filesystem::path& path)
       : path_(path), file_(path, {.packing = ContentOptions::Packing::plain}) {
-    stored_.format = "safetensors";
     const Json header = read_header();
     for (const auto& [name, value] : header.items()) {
       if (name != kMetadataKey) {
-        stored_.tensors.push_back(tensor_of(name, value));
+        shards_.push_back(shard_of(name, value));
         continue;
       }
       try {
-        value.get_to(stored_.metadata);
+        value.get_to(metadata_);
       } catch (const Json::type_error&) {
         fail_entry(name, "is " + value.dump().substr(0, 100) + "; expected text by name");
       }
@@ -47,11 +46,11 @@ class Reader {
 
   SafetensorsFile read() {
     SafetensorsFile result;
-    result.metadata = stored_.metadata;
-    for (const detail::StoredTensor& tensor : stored_.tensors) {
-      result.tensors.emplace_back(
-          tensor.name, read_tensor(file_, tensor.dtype, tensor.shape, std::endian::little,
-                                   "tensor '" + tensor.name + "'"));
+    result.metadata = metadata_;
+    for (const TensorShard& shard : shards_) {
+      result.tensors.emplace_back(shard.name,
+                                  read_tensor(file_, shard.values.scalar_type(), shard.sizes,
+                                              std::endian::little, "tensor '" + shard.name + "'"));
     }
     file_.expect_end();
     return result;
@@ -59,17 +58,18 @@ class Reader {
 
   /// Python's save_model writes tied tensors once: the metadata has the written name of the others.
   detail::StoredTensors index() {
-    std::map<std::string, size_t> places;
-    for (const detail::StoredTensor& tensor : stored_.tensors)
-      places.emplace(tensor.name, places.size());
-    for (const auto& [alias, written] : stored_.metadata) {
-      const auto place = places.find(written);
-      if (place == places.end() || places.contains(alias)) continue;
-      detail::StoredTensor tied = stored_.tensors[place->second];
+    detail::StoredTensors stored;
+    stored.format = "safetensors";
+    for (const TensorShard& shard : shards_) stored.add(shard);
+    for (const auto& [alias, written] : metadata_) {
+      const auto place = stored.shards.find(written);
+      if (place == stored.shards.end() || stored.shards.contains(alias)) continue;
+      TensorShard tied = place->second.front();
       tied.name = alias;
-      stored_.tensors.push_back(std::move(tied));
+      stored.add(std::move(tied));
     }
-    return std::move(stored_);
+    stored.metadata = metadata_;
+    return stored;
   }
 
  private:
@@ -120,7 +120,7 @@ class Reader {
     file_.fail(kLengthSize, "the header's entry '" + name + "' " + complaint);
   }
 
-  detail::StoredTensor tensor_of(const std::string& name, const Json& value) const {
+  TensorShard shard_of(const std::string& name, const Json& value) const {
     const auto is_list = [&](const char* key) {
       return value.contains(key) && value[key].is_array() &&
              std::all_of(value[key].begin(), value[key].end(),
@@ -148,33 +148,31 @@ class Reader {
     }
     const ContentOptions where{
         .packing = ContentOptions::Packing::plain, .begin = data_start_ + begin, .size = *bytes};
-    return {
-        {name, *dtype, shape},
-        {{std::vector<int64_t>(shape.size()), shape, detail::contiguous_strides(shape), 0,
-          std::make_shared<const detail::StoredBytes>(detail::StoredBytes{path_, where, *bytes})}}};
+    const TensorInfo tensor{name, *dtype, shape};
+    const auto bytes_of_it =
+        std::make_shared<const detail::StoredBytes>(detail::StoredBytes{path_, where, *bytes});
+    return detail::shard_in_file(tensor, detail::described(tensor).values.strides(), 0, bytes_of_it,
+                                 path_.string() + ": '" + name + "'");
   }
 
   /// Orders the tensors by offset and demands that they cover the rest of the file without holes.
   void check_layout() {
-    const auto place = [](const detail::StoredTensor& tensor) -> const ContentOptions& {
-      return tensor.chunks[0].bytes->where;
+    const auto place = [](const TensorShard& shard) {
+      return std::pair(shard.file->where.begin, shard.file->size);
     };
-    std::stable_sort(stored_.tensors.begin(), stored_.tensors.end(),
-                     [&](const auto& a, const auto& b) {
-                       return std::pair(place(a).begin, *place(a).size) <
-                              std::pair(place(b).begin, *place(b).size);
-                     });
+    std::stable_sort(shards_.begin(), shards_.end(),
+                     [&](const auto& a, const auto& b) { return place(a) < place(b); });
     uint64_t next = data_start_;
-    for (const detail::StoredTensor& tensor : stored_.tensors) {
-      const uint64_t begin = place(tensor).begin;
+    for (const TensorShard& shard : shards_) {
+      const auto [begin, bytes] = place(shard);
       if (begin != next) {
         file_.fail(std::min(begin, next),
-                   "tensor '" + tensor.name + "' starts at data offset " +
+                   "tensor '" + shard.name + "' starts at data offset " +
                        std::to_string(begin - data_start_) + "; expected " +
                        std::to_string(next - data_start_) + ", where the one before it ends (" +
                        (begin < next ? "they overlap" : "there is a hole") + ")");
       }
-      next += *place(tensor).size;
+      next += bytes;
     }
     const uint64_t expected = next;
     const uint64_t size = data_start_ + file_.remaining_limit();
@@ -190,40 +188,41 @@ class Reader {
   std::filesystem::path path_;
   ContentReader file_;
   uint64_t data_start_ = 0;
-  detail::StoredTensors stored_;
+  std::vector<TensorShard> shards_;
+  std::map<std::string, std::string> metadata_;
 };
 
-/// The tensors in the order of their bytes: wider elements first, which keeps all of them aligned.
-std::vector<size_t> in_file_order(const std::vector<TensorInfo>& tensors) {
+/// In the order of their bytes: wider elements first, which keeps all of them aligned.
+std::vector<const TensorShard*> in_file_order(const std::vector<TensorShard>& shards) {
   std::set<std::string> names;
-  std::vector<size_t> order;
-  for (const TensorInfo& tensor : tensors) {
-    if (tensor.name == kMetadataKey) throw Error("safetensors reserves the name " + tensor.name);
-    if (!names.insert(tensor.name).second) {
-      throw Error("tensor '" + tensor.name + "' is given twice; expected each name once");
+  std::vector<const TensorShard*> order;
+  for (const TensorShard& shard : shards) {
+    if (shard.name == kMetadataKey) throw Error("safetensors reserves the name " + shard.name);
+    if (!names.insert(shard.name).second) {
+      throw Error("tensor '" + shard.name + "' is given twice; expected each name once");
     }
-    if (name_of_dtype(&DtypeNames::safetensors, tensor.dtype).empty()) {
-      throw Error("tensor '" + tensor.name + "' is " + c10::toString(tensor.dtype) +
+    if (name_of_dtype(&DtypeNames::safetensors, shard.values.scalar_type()).empty()) {
+      throw Error("tensor '" + shard.name + "' is " + c10::toString(shard.values.scalar_type()) +
                   ", which safetensors cannot hold");
     }
-    order.push_back(order.size());
+    order.push_back(&shard);
   }
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    return at::elementSize(tensors[a].dtype) > at::elementSize(tensors[b].dtype);
+  std::stable_sort(order.begin(), order.end(), [](const auto* a, const auto* b) {
+    return a->values.element_size() > b->values.element_size();
   });
   return order;
 }
 
-std::string header_of(const std::vector<TensorInfo>& tensors, const std::vector<size_t>& order,
+std::string header_of(const std::vector<const TensorShard*>& shards,
                       const std::map<std::string, std::string>& metadata) {
   Json header = Json::object();
   if (!metadata.empty()) header[kMetadataKey] = metadata;
   uint64_t offset = 0;
-  for (const size_t i : order) {
-    const TensorInfo& tensor = tensors[i];
-    const uint64_t end = offset + bytes_of_shape(tensor.dtype, tensor.shape).value();
-    header[tensor.name] = {{"dtype", name_of_dtype(&DtypeNames::safetensors, tensor.dtype)},
-                           {"shape", tensor.shape},
+  for (const TensorShard* shard : shards) {
+    const at::Tensor& values = shard->values;
+    const uint64_t end = offset + values.nbytes();
+    header[shard->name] = {{"dtype", name_of_dtype(&DtypeNames::safetensors, values.scalar_type())},
+                           {"shape", values.sizes().vec()},
                            {"data_offsets", {offset, end}}};
     offset = end;
   }
@@ -249,41 +248,40 @@ detail::StoredTensors detail::index_safetensors(const std::filesystem::path& pat
   return Reader(path).index();
 }
 
-void detail::write_safetensors(const std::vector<TensorInfo>& tensors,
+void detail::write_safetensors(const std::vector<TensorShard>& shards,
                                const std::map<std::string, std::string>& metadata,
-                               const std::function<at::Tensor(size_t)>& read,
+                               const ReadShard& read,
                                const std::function<void(const void*, size_t)>& write) {
-  const std::vector<size_t> order = in_file_order(tensors);
-  const std::string header = header_of(tensors, order, metadata);
+  const auto order = in_file_order(shards);
+  const std::string header = header_of(order, metadata);
   const uint64_t length = header.size();
   write(&length, kLengthSize);
   write(header.data(), header.size());
-  for (const size_t i : order) {
-    const at::Tensor plain = read(i).detach().resolve_conj().resolve_neg().cpu().contiguous();
+  for (const TensorShard* shard : order) {
+    const at::Tensor values = read ? read(*shard) : shard->values;
+    const at::Tensor plain = values.detach().resolve_conj().resolve_neg().cpu().contiguous();
     write(plain.const_data_ptr(), plain.nbytes());
   }
 }
 
 void detail::write_safetensors(const std::filesystem::path& path,
-                               const std::vector<TensorInfo>& tensors,
+                               const std::vector<TensorShard>& shards,
                                const std::map<std::string, std::string>& metadata,
-                               const std::function<at::Tensor(size_t)>& read) {
+                               const ReadShard& read) {
   AtomicFile file(path);
-  write_safetensors(tensors, metadata, read,
+  write_safetensors(shards, metadata, read,
                     [&](const void* data, size_t size) { file.write(data, size); });
   file.commit();
 }
 
 void save_safetensors(const std::filesystem::path& path, const StateDict& tensors,
                       const std::map<std::string, std::string>& metadata) {
-  std::vector<TensorInfo> infos;
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) throw Error("tensor '" + name + "' is undefined: nothing to save");
     if (tensor.layout() != at::kStrided)
       throw Error("tensor '" + name + "' is sparse, which safetensors cannot hold");
-    infos.push_back({name, tensor.scalar_type(), tensor.sizes().vec()});
   }
-  detail::write_safetensors(path, infos, metadata, [&](size_t i) { return tensors[i].second; });
+  detail::write_safetensors(path, whole_shards(tensors), metadata);
 }
 
 }  // namespace lockstep

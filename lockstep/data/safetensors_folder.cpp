@@ -8,7 +8,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/base/file.h"
 #include "lockstep/data/stored_tensors.h"
-#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep::detail {
 namespace fs = std::filesystem;
@@ -40,42 +39,54 @@ std::map<std::string, std::string> read_weight_map(const fs::path& folder) {
   return files;
 }
 
-/// Moves each tensor's chunk to its place in the whole tensor.
-void place_shards(StoredTensors& file, const fs::path& path) {
+/// Moves each tensor to its place in the whole one. False where the file does not tell it.
+bool place_shards(StoredTensors& file, const fs::path& path) {
   const auto found = file.metadata.find(kShardingInfo);
-  if (found == file.metadata.end()) return;
+  if (found == file.metadata.end()) return false;
   const std::string what = path.string() + ": " + kShardingInfo;
   const nlohmann::json info = parse_object(found->second, what);
-  for (StoredTensor& tensor : file.tensors) {
-    const auto entry = info.find(tensor.name);
+  for (auto& [name, shards] : file.shards) {
+    const auto entry = info.find(name);
     const bool is_there = entry != info.end() && entry->is_object() &&
                           entry->contains(kSavedOffsets) && (*entry)[kSavedOffsets].is_array();
     const nlohmann::json offsets = is_there ? (*entry)[kSavedOffsets] : nlohmann::json();
-    bool fits = is_there && offsets.size() == tensor.shape.size();
+    TensorShard& shard = shards.front();
+    bool fits = is_there && offsets.size() == shard.sizes.size();
     for (size_t d = 0; fits && d < offsets.size(); ++d) {
       fits = offsets[d].is_number_unsigned() &&
              !__builtin_add_overflow(offsets[d].get<uint64_t>(),
-                                     static_cast<uint64_t>(tensor.shape[d]), &tensor.shape[d]);
-      if (fits) tensor.chunks[0].offsets[d] = offsets[d].get<int64_t>();
+                                     static_cast<uint64_t>(shard.sizes[d]), &shard.sizes[d]);
+      if (fits) shard.offsets[d] = offsets[d].get<int64_t>();
     }
-    if (!fits) throw DataError(what + " has no offsets for '" + tensor.name + "'");
+    if (!fits) throw DataError(what + " has no offsets for '" + name + "'");
   }
+  return true;
 }
 
-void add_file(std::map<std::string, StoredTensor>& all, StoredTensors file, const fs::path& path) {
-  for (StoredTensor& tensor : file.tensors) {
-    const auto [place, is_new] = all.emplace(tensor.name, tensor);
-    if (is_new) continue;
-    StoredTensor& known = place->second;
-    if (!file.metadata.contains(kShardingInfo) || known.dtype != tensor.dtype ||
-        known.shape.size() != tensor.shape.size())
-      throw DataError(path.string() + ": tensor '" + tensor.name +
+void add_file(StoredTensors& all, StoredTensors file, const fs::path& path) {
+  const bool is_sharded = place_shards(file, path);
+  for (auto& [name, shards] : file.shards) {
+    std::vector<TensorShard>& known = all.shards[name];
+    TensorShard& shard = shards.front();
+    if (!known.empty() && (!is_sharded || known[0].values.dtype() != shard.values.dtype() ||
+                           known[0].sizes.size() != shard.sizes.size()))
+      throw DataError(path.string() + ": tensor '" + name +
                           "' is in another file of the folder too, and they are not its shards",
                       "keep the files of one model in a folder");
-    for (size_t d = 0; d < tensor.shape.size(); ++d)
-      known.shape[d] = std::max(known.shape[d], tensor.shape[d]);
-    known.chunks.push_back(std::move(tensor.chunks[0]));
+    known.push_back(std::move(shard));
   }
+  file.metadata.erase(kShardingInfo);
+  for (const auto& [key, value] : file.metadata) all.metadata[key] = value;
+}
+
+/// The smallest that has room for the shards.
+TensorInfo whole_of(const std::vector<TensorShard>& shards) {
+  TensorInfo whole{shards[0].name, shards[0].values.scalar_type(), shards[0].sizes};
+  for (const TensorShard& shard : shards) {
+    for (size_t d = 0; d < whole.shape.size(); ++d)
+      whole.shape[d] = std::max(whole.shape[d], shard.sizes[d]);
+  }
+  return whole;
 }
 
 std::vector<fs::path> safetensors_files(const fs::path& folder, bool weights_only) {
@@ -93,23 +104,20 @@ std::vector<fs::path> safetensors_files(const fs::path& folder, bool weights_onl
 }
 
 void check_weight_map(const std::map<std::string, std::string>& weight_map,
-                      const std::vector<StoredTensor>& tensors, const fs::path& folder) {
-  std::set<std::string> names;
-  for (const StoredTensor& tensor : tensors) names.insert(tensor.name);
+                      const StoredTensors& stored, const fs::path& folder) {
   for (const auto& [name, file] : weight_map) {
-    if (!names.contains(name))
+    if (!stored.shards.contains(name))
       throw DataError((folder / kIndexFile).string() + " names tensor '" + name + "' of " + file +
                           ", which no file of the folder has",
                       "a file is missing: copy or download the folder again");
   }
 }
 
-/// Writes a file of boxes of the source's tensors, which begin at `offsets`.
-void write_parts(const fs::path& path, const TensorReader& source,
-                 const std::vector<TensorInfo>& parts,
-                 const std::vector<std::vector<int64_t>>& offsets) {
-  write_safetensors(path, parts, sharding_metadata(parts, offsets), [&](size_t i) {
-    return source.read(parts[i].name, offsets[i], parts[i].shape);
+/// Writes a file of boxes of the source's tensors.
+void write_boxes(const fs::path& path, const TensorReader& source,
+                 const std::vector<TensorShard>& shards) {
+  write_safetensors(path, shards, sharding_metadata(shards), [&](const TensorShard& shard) {
+    return source.read(shard.name, shard.offsets, shard.values.sizes());
   });
 }
 
@@ -121,10 +129,9 @@ std::string numbered_file(const std::string& start, size_t number, size_t count)
   return start + numbers;
 }
 
-std::map<std::string, std::string> sharding_metadata(
-    const std::vector<TensorInfo>& boxes, const std::vector<std::vector<int64_t>>& offsets) {
+std::map<std::string, std::string> sharding_metadata(const std::vector<TensorShard>& shards) {
   nlohmann::ordered_json info = nlohmann::ordered_json::object();
-  for (size_t i = 0; i < boxes.size(); ++i) info[boxes[i].name] = {{kSavedOffsets, offsets[i]}};
+  for (const TensorShard& shard : shards) info[shard.name] = {{kSavedOffsets, shard.offsets}};
   return {{kShardingInfo, info.dump()}, {"DCP_VERSION", "1.0"}, {"format", "pt"}};
 }
 
@@ -137,18 +144,10 @@ std::string index_text(const std::map<std::string, std::string>& files, uint64_t
 StoredTensors index_safetensors_files(const std::vector<fs::path>& files, const fs::path& folder) {
   StoredTensors stored;
   stored.format = "hf";
-  std::map<std::string, StoredTensor> all;
-  for (const fs::path& path : files) {
-    StoredTensors file = index_safetensors(path);
-    place_shards(file, path);
-    for (const auto& [key, value] : file.metadata) {
-      if (key != kShardingInfo) stored.metadata[key] = value;
-    }
-    add_file(all, std::move(file), path);
-  }
-  for (auto& [name, tensor] : all) {
-    check_chunks_cover(tensor, folder.string());
-    stored.tensors.push_back(std::move(tensor));
+  for (const fs::path& path : files) add_file(stored, index_safetensors(path), path);
+  for (auto& [name, shards] : stored.shards) {
+    stored.tensors.push_back(whole_of(shards));
+    check_shards_cover(stored.tensors.back(), shards, folder.string());
   }
   return stored;
 }
@@ -169,34 +168,31 @@ StoredTensors index_safetensors_folder(const fs::path& folder, bool weights_only
             " holds no weights: neither safetensors files, nor .metadata, nor a checkpoint",
         "give a safetensors or .pt file, or the --checkpoint-dir of a run");
   StoredTensors stored = index_safetensors_files(files, folder);
-  check_weight_map(weight_map, stored.tensors, folder);
+  check_weight_map(weight_map, stored, folder);
   return stored;
 }
 
 void write_safetensors_folder(const fs::path& folder, const TensorReader& source,
                               uint64_t largest_file) {
-  std::vector<std::vector<TensorInfo>> files(1);
+  std::vector<std::vector<TensorShard>> files(1);
   uint64_t total = 0;
   uint64_t in_file = 0;
   for (const TensorInfo& tensor : source.tensors()) {
-    const uint64_t bytes = bytes_of_shape(tensor.dtype, tensor.shape).value();
+    TensorShard shard = described(tensor);
+    const uint64_t bytes = shard.values.nbytes();
     if (in_file > 0 && in_file + bytes > largest_file) {
       files.emplace_back();
       in_file = 0;
     }
-    files.back().push_back(tensor);
+    files.back().push_back(std::move(shard));
     in_file += bytes;
     total += bytes;
   }
   std::map<std::string, std::string> file_of;
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = numbered_file("model", i + 1, files.size());
-    std::vector<std::vector<int64_t>> offsets;
-    for (const TensorInfo& tensor : files[i]) {
-      offsets.emplace_back(tensor.shape.size());
-      file_of[tensor.name] = name;
-    }
-    write_parts(folder / name, source, files[i], offsets);
+    for (const TensorShard& shard : files[i]) file_of[shard.name] = name;
+    write_boxes(folder / name, source, files[i]);
   }
   write_file_atomically(folder / kIndexFile, index_text(file_of, total));
 }
@@ -207,23 +203,21 @@ void write_safetensors_shards(const fs::path& folder, const TensorReader& source
     most_rows = std::max(most_rows, tensor.shape.empty() ? 0 : tensor.shape[0]);
   shards = std::min(shards, most_rows);  // More would be empty.
   for (int64_t i = 0; i < shards; ++i) {
-    std::vector<TensorInfo> parts;
-    std::vector<std::vector<int64_t>> offsets;
-    for (TensorInfo part : source.tensors()) {
-      std::vector<int64_t> offset(part.shape.size());
-      const int64_t rows = part.shape.empty() ? 0 : part.shape[0];
+    std::vector<TensorShard> of_file;
+    for (const TensorInfo& tensor : source.tensors()) {
+      TensorShard shard = described(tensor);
+      const int64_t rows = tensor.shape.empty() ? 0 : tensor.shape[0];
       const int64_t begin = rows * i / shards, end = rows * (i + 1) / shards;
       if (rows == 0 ? i > 0 : begin == end) continue;
       if (rows > 0) {
-        offset[0] = begin;
-        part.shape[0] = end - begin;
+        shard.offsets[0] = begin;
+        shard.values = shard.values.narrow(0, begin, end - begin);
       }
-      offsets.push_back(std::move(offset));
-      parts.push_back(std::move(part));
+      of_file.push_back(std::move(shard));
     }
-    write_parts(folder / numbered_file("model", static_cast<size_t>(i + 1),
-                                       static_cast<size_t>(shards)),
-                source, parts, offsets);
+    write_boxes(
+        folder / numbered_file("model", static_cast<size_t>(i + 1), static_cast<size_t>(shards)),
+        source, of_file);
   }
 }
 

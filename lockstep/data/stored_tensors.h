@@ -1,14 +1,17 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "lockstep/comm/tensor_shard.h"
 #include "lockstep/data/content_reader.h"
 #include "lockstep/data/tensor_reader.h"
 
@@ -22,69 +25,53 @@ struct StoredBytes {
   uint64_t size = 0;  ///< Unpacked.
 };
 
-/// A box of a tensor: elements of `bytes`.
-struct StoredChunk {
-  std::vector<int64_t> offsets;  ///< Of its first element in the tensor.
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;  ///< In elements.
-  int64_t first = 0;             ///< Element of `bytes`.
-  std::shared_ptr<const StoredBytes> bytes;
-  bool conj = false;  ///< The elements are the conjugates of what is stored.
-  bool neg = false;   ///< The elements are the negatives of what is stored.
-};
+/// The tensor as one shard whose values are not at hand.
+TensorShard described(const TensorInfo& tensor);
 
-/// The chunk's elements by those that are stored: conjugated, negated, or as they are.
-at::Tensor resolved(const StoredChunk& chunk, const at::Tensor& stored);
+/// The tensor as one shard that lies in `bytes`, from element `first` on. Throws DataError, which
+/// begins with `what`, unless all its elements do.
+TensorShard shard_in_file(const TensorInfo& tensor, at::IntArrayRef strides, int64_t first,
+                          std::shared_ptr<const StoredBytes> bytes, const std::string& what);
 
-struct StoredTensor : TensorInfo {
-  std::vector<StoredChunk> chunks;  ///< Without overlap, they cover the shape.
-};
+/// The elements that `shard`, a view of a storage in a file, describes: `stored`, or their
+/// conjugates or negatives.
+at::Tensor resolved(const at::Tensor& shard, const at::Tensor& stored);
 
-/// A box in a tensor.
-struct Box {
-  std::vector<int64_t> offsets;
-  std::vector<int64_t> sizes;
-  bool is_empty() const;
-};
-
-/// What both have. Sizes are below 0 where that is nothing.
-Box intersection(const Box& a, const Box& b);
-
-/// The elements of a box that lies in the chunk, both in the tensor. Reads from the first one to
-/// the last: boxes of whole rows have no others between. The result may have gaps.
-at::Tensor read_part(const TensorInfo& tensor, const StoredChunk& chunk, const Box& box);
+/// The box of a tensor that is in these shards, on the CPU. Of a shard in a file the bytes from the
+/// first element to the last are read: boxes of whole rows have no others between. The values are
+/// copied to `into` where that is given. Adds the bytes that files gave to `bytes_read`.
+at::Tensor read_box(std::span<const TensorShard> shards, const TensorBox& box, at::Tensor into = {},
+                    std::atomic<int64_t>* bytes_read = nullptr);
 
 struct StoredTensors {
   std::string format;
-  std::vector<TensorInfo> infos;  ///< Of `tensors`, in the same order.
-  std::vector<StoredTensor> tensors;
-  std::map<std::string, size_t> index;  ///< Of `tensors`, by name.
+  std::vector<TensorInfo> tensors;  ///< In the order of the file. Of folders: by name.
+  /// Of each tensor. Without overlap, they cover it.
+  std::map<std::string, std::vector<TensorShard>> shards;
   std::map<std::string, PtFile::Value> values;
   std::map<std::string, std::string> metadata;
+
+  void add(TensorShard whole);
 };
 
-/// Throws DataError unless the chunk's elements lie within its bytes.
-void check_chunk_fits(const StoredChunk& chunk, at::ScalarType dtype, const std::string& what);
-
-/// Throws DataError, which begins with `source`, unless the chunks cover the shape exactly once.
-/// Chunks that are there twice (replicas) are dropped before.
-void check_chunks_cover(StoredTensor& tensor, const std::string& source);
-
-/// Whether a box lies in a tensor of this shape.
-bool is_within(at::IntArrayRef offsets, at::IntArrayRef sizes, at::IntArrayRef shape);
-std::vector<int64_t> contiguous_strides(const std::vector<int64_t>& shape);
+/// Throws DataError, which begins with `source`, unless the shards cover the tensor exactly once.
+/// Shards that are there twice (replicas) are dropped before. Writes its sizes into each.
+void check_shards_cover(const TensorInfo& tensor, std::vector<TensorShard>& shards,
+                        const std::string& source);
 
 StoredTensors index_safetensors(const std::filesystem::path& path);
 
-/// save_safetensors of tensors that `read` gives one after another, by their place in `tensors`.
-void write_safetensors(const std::filesystem::path& path, const std::vector<TensorInfo>& tensors,
+/// Gives the values of a shard that is described only.
+using ReadShard = std::function<at::Tensor(const TensorShard&)>;
+
+/// save_safetensors of boxes. Without `read` the shards have their values.
+void write_safetensors(const std::filesystem::path& path, const std::vector<TensorShard>& shards,
                        const std::map<std::string, std::string>& metadata,
-                       const std::function<at::Tensor(size_t)>& read);
+                       const ReadShard& read = {});
 
 /// The bytes of such a file, from front to back, to `write`.
-void write_safetensors(const std::vector<TensorInfo>& tensors,
-                       const std::map<std::string, std::string>& metadata,
-                       const std::function<at::Tensor(size_t)>& read,
+void write_safetensors(const std::vector<TensorShard>& shards,
+                       const std::map<std::string, std::string>& metadata, const ReadShard& read,
                        const std::function<void(const void* data, size_t size)>& write);
 
 /// Of a .pt file, or of one that lies within another file (`begin`, `size`). `root` is the name of
@@ -103,10 +90,8 @@ StoredTensors index_safetensors_folder(const std::filesystem::path& folder,
 /// "model-00001-of-00002.safetensors" for the start "model", as Hugging Face counts files, from 1.
 std::string numbered_file(const std::string& start, size_t number, size_t count);
 
-/// The metadata of a file with boxes of tensors, which begin at these offsets, as Python's
-/// HuggingFaceStorageWriter has it.
-std::map<std::string, std::string> sharding_metadata(
-    const std::vector<TensorInfo>& boxes, const std::vector<std::vector<int64_t>>& offsets);
+/// The metadata of a file with boxes of tensors, as Python's HuggingFaceStorageWriter has it.
+std::map<std::string, std::string> sharding_metadata(const std::vector<TensorShard>& shards);
 
 /// Which tensor is in which file of a folder, and the bytes of all.
 inline constexpr const char* kIndexFile = "model.safetensors.index.json";

@@ -1,22 +1,13 @@
 #include "lockstep/data/tensor_reader.h"
 
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <bit>
-
 #include "lockstep/base/error.h"
 #include "lockstep/data/stored_tensors.h"
-#include "lockstep/data/tensor_bytes.h"
 
 namespace lockstep {
 namespace fs = std::filesystem;
 namespace {
 
-using detail::Box;
 using detail::StoredBytes;
-using detail::StoredChunk;
-using detail::StoredTensor;
 using detail::StoredTensors;
 
 StoredTensors index_of_file(const fs::path& path) {
@@ -44,59 +35,10 @@ StoredTensors index_of(const fs::path& path, bool weights_only) {
   return detail::index_safetensors_folder(path, weights_only);
 }
 
-const StoredTensor& tensor_named(const StoredTensors& stored, const std::string& name) {
-  const auto found = stored.index.find(name);
-  if (found == stored.index.end()) throw DataError("there is no tensor '" + name + "'");
-  return stored.tensors[found->second];
-}
-
-/// `size` bytes from `begin` on, as a uint8 tensor.
-at::Tensor read_storage(const StoredBytes& bytes, uint64_t begin, uint64_t size,
-                        const std::string& what) {
-  ContentOptions where = bytes.where;
-  const bool whole = size == bytes.size || where.packing == ContentOptions::Packing::deflate;
-  if (!whole) {
-    where.begin += begin;
-    where.size = size;
-  }
-  ContentReader reader(bytes.path, where);
-  at::Tensor read = read_tensor(reader, at::kByte, static_cast<int64_t>(whole ? bytes.size : size),
-                                std::endian::little, what);
-  if (!whole) return read;
-  reader.expect_end();
-  return size == bytes.size
-             ? read
-             : read.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(size)).clone();
-}
-
-/// Memory that a file of few bytes could ask for, by strides of 0.
-void check_is_not_expanded(const StoredTensor& tensor, const StoredChunk& part, const Box& box) {
-  constexpr double kLargest = 1 << 24;
-  double elements = 1;
-  for (const int64_t size : box.sizes) elements *= static_cast<double>(size);
-  if (elements <= kLargest || elements <= static_cast<double>(part.bytes->size)) return;
-  throw DataError("tensor '" + tensor.name + "' has more elements than its storage has bytes",
-                  "save it without expand()");
-}
-
-at::Tensor read_box(const StoredTensor& tensor, const Box& box) {
-  if (box.is_empty()) return at::empty(box.sizes, at::dtype(tensor.dtype));
-  at::Tensor whole;
-  for (const StoredChunk& chunk : tensor.chunks) {
-    const Box both = detail::intersection(box, {chunk.offsets, chunk.sizes});
-    if (both.is_empty()) continue;
-    check_is_not_expanded(tensor, chunk, both);
-    const at::Tensor part = detail::read_part(tensor, chunk, both);
-    if (both.sizes == box.sizes) return part.contiguous();
-    if (!whole.defined()) whole = at::empty(box.sizes, at::dtype(tensor.dtype));
-    at::Tensor target = whole;
-    for (size_t d = 0; d < box.sizes.size(); ++d) {
-      target =
-          target.narrow(static_cast<int64_t>(d), both.offsets[d] - box.offsets[d], both.sizes[d]);
-    }
-    target.copy_(part);
-  }
-  return whole;
+const std::vector<TensorShard>& shards_named(const StoredTensors& stored, const std::string& name) {
+  const auto found = stored.shards.find(name);
+  if (found == stored.shards.end()) throw DataError("there is no tensor '" + name + "'");
+  return found->second;
 }
 
 void read_through(const StoredBytes& bytes) {
@@ -111,43 +53,14 @@ void read_through(const StoredBytes& bytes) {
 
 }  // namespace
 
-at::Tensor detail::read_part(const TensorInfo& tensor, const StoredChunk& chunk, const Box& box) {
-  int64_t first = chunk.first;
-  int64_t last = 0;
-  for (size_t d = 0; d < box.sizes.size(); ++d) {
-    first += (box.offsets[d] - chunk.offsets[d]) * chunk.strides[d];
-    last += (box.sizes[d] - 1) * chunk.strides[d];
-  }
-  const uint64_t width = at::elementSize(tensor.dtype);
-  const std::string what = "tensor '" + tensor.name + "'";
-  const at::Tensor bytes = read_storage(*chunk.bytes, first * width, (last + 1) * width, what);
-  if (tensor.dtype == at::kBool && bytes.gt(1).any().item<bool>())
-    throw DataError(chunk.bytes->path.string() + ": " + what +
-                    " has a byte other than 0 or 1 for a boolean: the file is damaged");
-  return resolved(
-      chunk,
-      at::empty({0}, at::dtype(tensor.dtype)).set_(bytes.storage(), 0, box.sizes, chunk.strides));
-}
-
-at::Tensor detail::resolved(const StoredChunk& chunk, const at::Tensor& stored) {
-  const at::Tensor conjugated = chunk.conj ? stored.conj_physical() : stored;
-  return chunk.neg ? conjugated.neg() : conjugated;
-}
-
-TensorReader::TensorReader(const fs::path& path, bool weights_only) {
-  StoredTensors stored = index_of(path, weights_only);
-  for (size_t i = 0; i < stored.tensors.size(); ++i) {
-    stored.infos.push_back(stored.tensors[i]);
-    stored.index.emplace(stored.tensors[i].name, i);
-  }
-  stored_ = std::make_shared<const StoredTensors>(std::move(stored));
-}
+TensorReader::TensorReader(const fs::path& path, bool weights_only)
+    : stored_(std::make_shared<const StoredTensors>(index_of(path, weights_only))) {}
 
 const std::string& TensorReader::format() const {
   return stored_->format;
 }
 const std::vector<TensorInfo>& TensorReader::tensors() const {
-  return stored_->infos;
+  return stored_->tensors;
 }
 const std::map<std::string, PtFile::Value>& TensorReader::values() const {
   return stored_->values;
@@ -157,27 +70,29 @@ const std::map<std::string, std::string>& TensorReader::metadata() const {
 }
 
 at::Tensor TensorReader::read(const std::string& name) const {
-  const StoredTensor& tensor = tensor_named(*stored_, name);
-  return read_box(tensor, {std::vector<int64_t>(tensor.shape.size()), tensor.shape});
+  const auto& shards = shards_named(*stored_, name);
+  const std::vector<int64_t>& sizes = shards.front().sizes;
+  return detail::read_box(shards, {std::vector<int64_t>(sizes.size()), sizes});
 }
 
 at::Tensor TensorReader::read(const std::string& name, at::IntArrayRef offsets,
                               at::IntArrayRef sizes) const {
-  const StoredTensor& tensor = tensor_named(*stored_, name);
-  if (!detail::is_within(offsets, sizes, tensor.shape))
+  const auto& shards = shards_named(*stored_, name);
+  const TensorBox box{offsets.vec(), sizes.vec()};
+  if (!detail::is_within(box, shards.front().sizes))
     throw UsageError("a box " + c10::str(sizes) + " at " + c10::str(offsets) + " of tensor '" +
-                     name + "', whose shape is " + c10::str(at::IntArrayRef(tensor.shape)));
-  return read_box(tensor, {offsets.vec(), sizes.vec()});
+                     name + "', whose shape is " + c10::str(at::IntArrayRef(shards.front().sizes)));
+  return detail::read_box(shards, box);
 }
 
 std::vector<std::pair<std::string, std::string>> TensorReader::damage() const {
   std::map<const StoredBytes*, std::string> found;  // Tied tensors share their bytes.
   std::vector<std::pair<std::string, std::string>> damaged;
-  for (const StoredTensor& tensor : stored_->tensors) {
-    for (const StoredChunk& chunk : tensor.chunks) {
-      const auto [place, is_new] = found.emplace(chunk.bytes.get(), "");
+  for (const TensorInfo& tensor : stored_->tensors) {
+    for (const TensorShard& shard : stored_->shards.at(tensor.name)) {
+      const auto [place, is_new] = found.emplace(shard.file.get(), "");
       try {
-        if (is_new) read_through(*chunk.bytes);
+        if (is_new) read_through(*shard.file);
       } catch (const Error& error) {
         place->second = error.what();
       }

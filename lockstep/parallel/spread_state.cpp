@@ -91,9 +91,9 @@ StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard
   }
   const c10::Device device = group.native().getBoundDeviceId().value_or(c10::Device(c10::kCPU));
   Json described = Json::array();
-  for (const auto& [name, sizes, offsets, values] : shards)
-    described.push_back(
-        {name, sizes, offsets, values.sizes().vec(), static_cast<int>(values.scalar_type())});
+  for (const TensorShard& shard : shards)
+    described.push_back({shard.name, shard.sizes, shard.offsets, shard.values.sizes().vec(),
+                         static_cast<int>(shard.values.scalar_type())});
   const std::vector<Json> all = group.gather_object(described, to);
   if (group.rank() != to) {
     for (const TensorShard& shard : shards) group.send(shard.values.to(device).contiguous(), to);

@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "lockstep/base/error.h"
-#include "lockstep/comm/tensor_shard.h"
+#include "lockstep/comm/group_objects.h"
 
 namespace lockstep::detail {
 namespace {

@@ -383,30 +383,31 @@ double FitLoop::seconds() const {
   return std::chrono::duration<double>(Clock::now() - start_).count();
 }
 
-/// Where ranks do not see the folder, rank 0 has all.
-CheckpointShards FitLoop::shards_to_save(bool seen_by_all) {
-  const detail::TrainedParts& parts = loop_.parts();
-  CheckpointShards shards;
-  std::vector<TensorShard> optimizer;
-  StateDict random = random_state(device());
-  if (seen_by_all) {
-    shards.model = detail::model_shards(*task_.module, parts);
-    optimizer = detail::optimizer_shards(parts);
-    const std::string prefix = "rank" + std::to_string(group_.rank()) + ".";
-    shards.state = whole_shards(random, prefix);
-  } else {
-    shards.model = whole_shards(model_state());
-    optimizer = whole_shards(detail::optimizer_state(parts));
-    shards.state = whole_shards(gather_rank_state(group_, random));
-  }
-  for (TensorShard& shard : optimizer) {
+/// Of one rank. `precision` is alike on all of them.
+CheckpointShards FitLoop::shards_of(std::vector<TensorShard> model,
+                                    const std::vector<TensorShard>& optimizer,
+                                    std::vector<TensorShard> random, bool with_precision) {
+  CheckpointShards shards{{}, std::move(model), std::move(random)};
+  for (TensorShard shard : optimizer) {
     shard.name = kOptimizer + shard.name;
     shards.state.push_back(std::move(shard));
   }
-  if (group_.rank() != 0) return shards;
-  for (TensorShard& shard : whole_shards(detail::precision_state(parts), kPrecision))
+  if (!with_precision) return shards;
+  for (auto& shard : whole_shards(detail::precision_state(loop_.parts()), kPrecision))
     shards.state.push_back(std::move(shard));
   return shards;
+}
+
+/// Where ranks do not see the folder, rank 0 has all.
+CheckpointShards FitLoop::shards_to_save(bool seen_by_all) {
+  const detail::TrainedParts& parts = loop_.parts();
+  const StateDict random = random_state(device());
+  const bool is_first = group_.rank() == 0;
+  if (!seen_by_all)
+    return shards_of(whole_shards(model_state()), whole_shards(detail::optimizer_state(parts)),
+                     whole_shards(gather_rank_state(group_, random)), is_first);
+  return shards_of(detail::model_shards(*task_.module, parts), detail::optimizer_shards(parts),
+                   whole_shards(random, "rank" + std::to_string(group_.rank()) + "."), is_first);
 }
 
 /// Where training stands, but for tensors.
@@ -443,15 +444,10 @@ void FitLoop::leave_kept_state() {
   auto buffers = task_.module->buffers();
   for (size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(kept_->buffers[i]);
   const detail::TrainedParts& parts = loop_.parts();
-  StoredCheckpoint state;
+  StoredCheckpoint state{shards_of(whole_shards(detail::own_model_state(*task_.module, parts)),
+                                   detail::optimizer_shards(parts),
+                                   whole_shards(kept_->random, "rank0."), true)};
   state.info = kept_->info;
-  state.model = detail::in_memory(whole_shards(detail::own_model_state(*task_.module, parts)));
-  std::vector<TensorShard> others = detail::optimizer_shards(parts);
-  for (TensorShard& shard : others) shard.name = kOptimizer + shard.name;
-  for (auto& shard : whole_shards(detail::precision_state(parts), kPrecision))
-    others.push_back(std::move(shard));
-  for (auto& shard : whole_shards(kept_->random, "rank0.")) others.push_back(std::move(shard));
-  state.state = detail::in_memory(others);
   job_->kept() = std::make_shared<const StoredCheckpoint>(std::move(state));
 }
 

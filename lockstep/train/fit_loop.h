@@ -71,6 +71,9 @@ class FitLoop {
     bool may_be_lost = false;
   };
   SavedFolder& saved(const CheckpointFolder& folder);
+  CheckpointShards shards_of(std::vector<TensorShard> model,
+                             const std::vector<TensorShard>& optimizer,
+                             std::vector<TensorShard> random, bool with_precision);
   CheckpointShards shards_to_save(bool seen_by_all);
   CheckpointInfo position(const MetricSums& epoch_sums) const;
   void keep_step();

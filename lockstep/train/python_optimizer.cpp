@@ -225,12 +225,10 @@ class PythonOptimizer {
 
 StateDict load_python_optimizer(const std::filesystem::path& path, const torch::nn::Module& module,
                                 const std::map<std::string, double>& settings) {
-  if (std::filesystem::is_directory(path)) {
-    if (const auto own = detail::checkpoint_at(path)) {
-      StateDict state = with_prefix_removed(own->state, "optimizer.");
-      if (!state.empty()) return state;
-      throw DataError("the checkpoint in " + path.string() + " has no optimizer's state");
-    }
+  if (const auto own = detail::checkpoint_at(path)) {
+    StateDict state = read_tensors(*own, own->state, "optimizer.");
+    if (!state.empty()) return state;
+    throw DataError("the checkpoint in " + path.string() + " has no optimizer's state");
   }
   PythonOptimizer optimizer(path, module);
   StateDict state = optimizer.state();

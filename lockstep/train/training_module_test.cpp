@@ -303,7 +303,7 @@ TEST(TrainingModule, AllOptimizersGoOnFromACheckpoint) {
   const auto saved =
       load_checkpoint(world.group(), "auto", &folder, trainer.options().identity, c10::kCPU);
   std::vector<std::string> names;
-  for (const StoredTensor& tensor : saved->model) names.push_back(tensor.name);
+  for (const TensorShard& tensor : saved->model) names.push_back(tensor.name);
   EXPECT_THAT(names, ::testing::UnorderedElementsAre("judge.weight", "judge.bias", "maker.weight",
                                                      "maker.bias", "frozen"));
   trainer.restore(*saved);

@@ -199,11 +199,9 @@ std::string choose_prefix(const std::vector<std::string>& names, const fs::path&
   return {};
 }
 
-/// The tensors of a source, which `read` gives one by one.
-template <class Read>
-NamedWeights read_named(const std::vector<std::string>& found, const fs::path& path,
-                        const StateDict& wanted, const WeightsSelection& selection,
-                        const Read& read) {
+/// The weights of a source, which `path` names.
+NamedWeights read_named(const TensorReader& source, const fs::path& path, const StateDict& wanted,
+                        const WeightsSelection& selection) {
   Renames renames(selection.rename);
   std::set<std::string> own, own_parts;
   for (const auto& [name, tensor] : wanted) {
@@ -211,8 +209,8 @@ NamedWeights read_named(const std::vector<std::string>& found, const fs::path& p
     own_parts.insert(first_part(name));
   }
   std::vector<std::string> names;
-  for (const std::string& name : found) {
-    names.push_back(renames.of(name));
+  for (const TensorInfo& tensor : source.tensors()) {
+    names.push_back(renames.of(tensor.name));
     if (!own.contains(names.back())) names.back() = detail::without_layer_wrappers(names.back());
   }
   renames.check_all_used(path.string());
@@ -225,30 +223,23 @@ NamedWeights read_named(const std::vector<std::string>& found, const fs::path& p
     const std::string name = names[i].substr(prefix.size());
     const bool is_beside = is_training_state(name) && !own_parts.contains(first_part(name));
     if (!own.contains(name) && (is_beside || !selection.only.empty())) continue;
-    const auto [other, is_new] = taken.emplace(name, &found[i]);
+    const std::string& in_source = source.tensors()[i].name;
+    const auto [other, is_new] = taken.emplace(name, &in_source);
     if (!is_new) {
-      throw UsageError(path.string() + ": " + *other->second + " and " + found[i] +
+      throw UsageError(path.string() + ": " + *other->second + " and " + in_source +
                        " would both become " + name);
     }
-    named.tensors.emplace_back(name, read(i));
+    named.tensors.emplace_back(name, source.read(in_source));
   }
   return named;
 }
 
 NamedWeights read_weights(const fs::path& path, const StateDict& wanted,
                           const WeightsSelection& selection) {
-  std::vector<std::string> names;
-  if (fs::is_directory(path)) {
-    if (const auto checkpoint = detail::checkpoint_at(path)) {
-      for (const auto& [name, tensor] : checkpoint->model) names.push_back(name);
-      return read_named(names, path, wanted, selection,
-                        [&](size_t i) { return checkpoint->model[i].second; });
-    }
-  }
-  const TensorReader source(weights_in(path));
-  for (const TensorInfo& tensor : source.tensors()) names.push_back(tensor.name);
-  return read_named(names, path, wanted, selection,
-                    [&](size_t i) { return source.read(names[i]); });
+  const auto checkpoint = detail::checkpoint_at(path);
+  const TensorReader source(checkpoint ? checkpoint->folder : weights_in(path),
+                            /*weights_only=*/checkpoint.has_value());
+  return read_named(source, path, wanted, selection);
 }
 
 }  // namespace
@@ -277,12 +268,12 @@ std::string detail::without_layer_wrappers(std::string name) {
   return name;
 }
 
-std::optional<Checkpoint> detail::checkpoint_at(const fs::path& folder) {
-  if (fs::exists(folder / "state.json")) return read_checkpoint(folder);
-  auto newest = CheckpointFolder(folder).read_newest();
-  if (!newest) return std::nullopt;
-  log_info("reading checkpoint " + newest->first.string());
-  return std::move(newest->second);
+std::optional<StoredCheckpoint> detail::checkpoint_at(const fs::path& path) {
+  const bool is_folder_of_them = !CheckpointFolder(path).list().empty();
+  if (!is_folder_of_them && !fs::exists(path / "state.json")) return std::nullopt;
+  StoredCheckpoint found = load_newest(path);
+  if (is_folder_of_them) log_info("reading checkpoint " + found.folder.string());
+  return found;
 }
 
 void check_weights_exist(const fs::path& path) {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/checkpoint/checkpoint.h"
+#include "lockstep/checkpoint/stored_checkpoint.h"
 #include "lockstep/data/safetensors.h"
 #include "lockstep/parallel/state_dict.h"
 
@@ -96,8 +96,8 @@ bool is_wrapper(const std::string& prefix);
 /// A name without what torch.compile and wrappers of single layers put into its middle.
 std::string without_layer_wrappers(std::string name);
 
-/// The checkpoint that a folder is, or the newest whole one in it; none when it is no such folder.
-std::optional<Checkpoint> checkpoint_at(const std::filesystem::path& folder);
+/// The checkpoint that a folder is, or the newest whole one in it; none for any other path.
+std::optional<StoredCheckpoint> checkpoint_at(const std::filesystem::path& path);
 
 }  // namespace detail
 

@@ -33,9 +33,9 @@ class Memcpy {
  public:
   Memcpy(const ProcessGroup& group, Strategy& strategy) {
     detail::ShardedSave save(group, shards_of(strategy, 0));
-    for (auto& [index, tensor] : save.tensors()) {
-      bytes_ += static_cast<int64_t>(tensor.nbytes());
-      sources_.push_back(tensor.cpu().contiguous());
+    for (const at::Tensor* tensor : save.tensors()) {
+      bytes_ += static_cast<int64_t>(tensor->nbytes());
+      sources_.push_back(tensor->cpu().contiguous());
     }
     target_ = at::empty({bytes_}, at::kByte);
     run();
