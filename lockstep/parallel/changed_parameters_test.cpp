@@ -60,7 +60,7 @@ constexpr PutIn kPutIn[] = {put_in_by_load, put_in_by_set_data, put_in_by_conver
 const std::vector<DdpOptions>& all_options() {
   static const std::vector<DdpOptions> all = [] {
     std::vector<DdpOptions> made(4);
-    made[1].reducer = Reducer::c10d;
+    made[1].gradient_as_bucket_view = false;
     made[2].static_graph = true;
     made[3].find_unused_parameters = true;
     return made;
@@ -119,19 +119,6 @@ TEST_P(ChangedParameters, ValuesThatAreLoadedAfterWrappingAreTrained) {
       }
     });
   }
-}
-
-TEST_P(ChangedParameters, LibTorchsReducerWithoutAWrapperRefusesThem) {
-  run_group(2, [&](ProcessGroup group) {
-    const auto net = filled(1);
-    GradientAverager averager(*net, group, {.reducer = Reducer::c10d});
-    put_in_by_conversion(net);
-    EXPECT_THAT(message_of([&] {
-                  net->forward(values({4, 6}, 1)).sum().backward();
-                }),
-                AllOf(HasSubstr("GradientAverager, rank " + std::to_string(group.rank())),
-                      HasSubstr("parameter second.bias")));
-  });
 }
 
 TEST_P(ChangedParameters, AnotherDtypeIsRefusedByName) {

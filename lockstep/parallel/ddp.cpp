@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <optional>
 
-#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/text.h"
 #include "lockstep/base/words.h"
@@ -88,7 +87,7 @@ class Ddp final : public DdpCore, GradientTracker {
       check_complete();
       follow_module();
       forwarded_ = true;
-      reducer_->before_forward(synchronizing_);
+      reducer_->before_forward();
       if (synchronizing_) {
         check_drift();
         ++averaging_forwards_;
@@ -98,13 +97,10 @@ class Ddp final : public DdpCore, GradientTracker {
     if (joins()) agree_to_reduce(synchronizing_);
   }
 
-  bool wants_outputs() const override { return reducer_ && reducer_->wants_outputs(); }
-
-  void after_forward(std::vector<at::Tensor>& outputs) override {
+  void after_forward() override {
     if (c10::GradMode::is_enabled()) adding_up_ = !synchronizing_;
     if (!reducer_) return;
     const bool synchronizes = synchronizing_ && c10::GradMode::is_enabled();
-    const bool will_reduce = synchronizes && !all_frozen_;
     if (active_) {
       const int ranks = active_->wait();
       active_.reset();
@@ -112,11 +108,9 @@ class Ddp final : public DdpCore, GradientTracker {
     }
     // After a forward whose gradients stay local the buffers stay local too, as in Python.
     sync_buffers_ = synchronizes;
-    if (will_reduce) {
-      group_.note_steps(++steps_);
-      ++awaited_;
-    }
-    reducer_->before_backward(outputs, will_reduce);
+    if (!synchronizes || all_frozen_) return;
+    group_.note_steps(++steps_);
+    ++awaited_;
   }
 
   void share_buffers() override {
@@ -149,7 +143,7 @@ class Ddp final : public DdpCore, GradientTracker {
 
     void main_hook() override {
       if (!ddp_.reducer_) return;
-      ddp_.reducer_->before_forward(true);
+      ddp_.reducer_->before_forward();
       ddp_.broadcast_buffers(true);
       ddp_.sync_buffers_ = ddp_.agree_to_reduce(false);
       if (ddp_.sync_buffers_) ddp_.reducer_->reduce_zeros();
@@ -197,7 +191,7 @@ class Ddp final : public DdpCore, GradientTracker {
     for (const ReducedParameter& parameter : state_.reduced) tracked.push_back(parameter.tensor);
     track(std::move(tracked));
     reducer_ = make_reducer ? make_reducer(state_.reduced)
-                            : make_gradient_reducer(state_.reduced, group_, options_);
+                            : make_bucket_reducer(state_.reduced, group_, options_, caller());
     set_rules(reducer_->rules());
   }
 
@@ -242,10 +236,10 @@ class Ddp final : public DdpCore, GradientTracker {
     const auto is_frozen = [](const NamedTensor& item) { return !item.tensor.requires_grad(); };
     all_frozen_ = std::all_of(state_.parameters.begin(), state_.parameters.end(), is_frozen);
     if (all_frozen_) return;
-    const bool loses_hooks = refresh() && reducer_->has_hooks();
+    refresh();
     const NamedTensor* const changed = find_changed();
-    if (!changed && !loses_hooks) return;
-    if (fixed_ || has_own_hook(options_)) refuse(changed ? *changed : state_.reduced.front());
+    if (!changed) return;
+    if (fixed_ || has_own_hook(options_)) refuse(*changed);
     state_.reduced = state_.parameters;
     std::erase_if(state_.reduced, is_frozen);
     // A rank that sees no change makes another call, which the comparison of calls finds.
@@ -282,10 +276,7 @@ class Ddp final : public DdpCore, GradientTracker {
 
   void on_other(size_t index) override { refuse(frozen_[index]); }
 
-  void on_new_node(size_t index) override {
-    find_changed();
-    if (reducer_->has_hooks()) refuse(state_.reduced[index]);
-  }
+  void on_new_node(size_t) override { find_changed(); }
 
   void on_backward(size_t index) override {
     if (!module_ || forwarded_) return;
@@ -301,7 +292,7 @@ class Ddp final : public DdpCore, GradientTracker {
     if (!module_) follow_averaged();
     ++rounds_;
     reducer_->begin();
-    graph_is_kept_ = false;
+    graph_is_kept_ = keeps_graph();
     if (!module_) group_.note_steps(++iterations_);
     return true;
   }
@@ -314,14 +305,13 @@ class Ddp final : public DdpCore, GradientTracker {
   }
 
   void take(size_t index) override {
-    const CallOrigin origin("gradients", module_ ? "DistributedDataParallel" : "GradientAverager");
     graph_is_kept_ = graph_is_kept_ || keeps_graph();
-    reducer_->take(index);
+    if (reducer_->arrived(index)) reducer_->reduce_in_turn();
   }
 
   void end_round() override {
-    reducer_->end_backward();
-    if (!graph_is_kept_) awaited_ = std::max<int64_t>(0, awaited_ - reducer_->used_forwards());
+    reducer_->finish();
+    if (!graph_is_kept_) awaited_ = std::max<int64_t>(0, awaited_ - 1);
   }
 
   void refuse_second(size_t index, bool same_backward,
@@ -332,16 +322,17 @@ class Ddp final : public DdpCore, GradientTracker {
     if (module_ || same_backward)
       throw UsageError(
           place() + ": backward gave " + name + " its gradient twice",
-          fixed_ ? "run the module once in each batch, and its backward once"
-                 : "a module that is run again in backward (checkpointing) or outside of this "
-                   "forward needs DistributedDataParallel with DdpOptions::static_graph");
+          options_.static_graph ? "static_graph: the graph must stay what it was in the step before"
+          : fixed_              ? "run the module once in each batch, and its backward once"
+                   : "a module that is run again in backward (checkpointing) or outside of this "
+                     "forward needs DistributedDataParallel with DdpOptions::static_graph");
     throw UsageError(
         place() + ": backward gives " + name +
             " a second gradient, but gave none yet to: " + join(names_of(missing), ", "),
         "average only parameters that every step uses, or take "
         "DistributedDataParallel with find_unused_parameters. Where the backward "
         "before threw on all ranks alike, zero the gradients and go on: this comes "
-        "once, except with Reducer::c10d. Else end the run");
+        "once. Else end the run");
   }
 
   std::vector<std::string> names_of(const std::vector<size_t>& indices) const {
@@ -364,6 +355,8 @@ class Ddp final : public DdpCore, GradientTracker {
             : "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in "
               "every step), or make the loss depend on every output of forward");
   }
+
+  const char* caller() const { return module_ ? "DistributedDataParallel" : "GradientAverager"; }
 
   std::string place() const { return what_ + ", rank " + std::to_string(group_.rank()); }
 
@@ -421,7 +414,7 @@ class Ddp final : public DdpCore, GradientTracker {
   std::vector<Kind> kinds_;               ///< Of the state's parameters, when the reducer was made.
   std::vector<ReducedParameter> frozen_;  ///< Of the parameters, when this was made.
   std::optional<ActiveRanks> active_;     ///< In the present iteration of a Join.
-  /// Its hooks come after the tracker's. Null when there is nothing to do around forward: one rank
+  /// Null when there is nothing to do around forward: one rank
   /// and no hook that changes bits.
   std::unique_ptr<GradientReducer> reducer_;
 };

@@ -41,10 +41,7 @@ using ReducerFactory =
 class DdpCore : public Joinable {
  public:
   virtual void before_forward() = 0;
-  /// True when `after_forward` must see the outputs: for unused parameters.
-  virtual bool wants_outputs() const = 0;
-  /// May replace the outputs by copies that autograd sees pass.
-  virtual void after_forward(std::vector<at::Tensor>& outputs) = 0;
+  virtual void after_forward() = 0;
   /// Rank 0's buffers, for all. A collective.
   virtual void share_buffers() = 0;
   virtual DdpStatistics statistics() const = 0;
@@ -82,10 +79,7 @@ std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const Proc
 /// (Li et al., "PyTorch Distributed", VLDB 2020).
 ///
 /// `ModulePtr` is a std::shared_ptr of a module or a torch ModuleHolder. Forward may take any
-/// arguments and return anything. With `find_unused_parameters` the tensors in
-/// what it returns must be found: it is a tensor, tuple, pair, array, vector, map, optional, a
-/// simple struct, or a type for which `lockstep::OutputTensors` is specialised. Any other is a
-/// UsageError then, which says how.
+/// arguments and return anything.
 ///
 /// In a backward of distributed autograd (rpc::AutogradContext) the gradients of that context are
 /// averaged, and grad() is left alone.
@@ -111,24 +105,22 @@ std::unique_ptr<DdpCore> make_averager_core(const ModuleState& state, const Proc
 /// gradients are not averaged, unless forwards whose backward has not come are left.
 ///
 /// Each backward is averaged: of several forwards, one after the other or in one, several of one
-/// forward (retain_graph), and a gradient penalty. With `find_unused_parameters` a forward needs
-/// its backward before the next forward, or both need one in common: anything else is a UsageError.
-/// A layer that `checkpoint` runs several times in a backward needs `static_graph`: a UsageError
-/// names it else.
+/// forward (retain_graph), and a gradient penalty. A layer that `checkpoint` runs several times in
+/// a backward needs `static_graph`: a UsageError names it else.
 ///
 /// Every rank must make the same calls. Forward broadcasts buffers also in evaluation: call the
 /// module itself to evaluate on one rank. A parameter that got no gradient in a backward makes the
 /// next forward throw UsageError naming it, unless `find_unused_parameters` or `static_graph` is
-/// set. A sparse one that no rank uses then gets an empty gradient. A group of one rank without a
-/// hook communicates nothing and so does not notice. Failures between ranks leave backward as
-/// CommError. Where ranks have different numbers of inputs, see `Join`.
+/// set. A sparse one that no rank uses then gets an empty gradient. A backward must reach one
+/// parameter at least on every rank, else the others wait for it until the time-out. A group of one
+/// rank without a hook communicates nothing and so does not notice. Failures between ranks leave
+/// backward as CommError. Where ranks have different numbers of inputs, see `Join`.
 ///
 /// Random numbers stay each rank's own. Unseeded ranks draw other data each. Ranks seeded alike
 /// draw the same noise and dropout: `rank_generator` (lockstep/launch) gives each its own numbers.
 ///
 /// Reset gradients with `zero_grad(parameters)` of lockstep/optim, or with the zero_grad of
-/// torch::optim or of the module. Of c10d's reducer with `gradient_as_bucket_view = true` only the
-/// first works: LibTorch's throw. One thread at a time. Keep the process group alive as long as
+/// torch::optim or of the module. One thread at a time. Keep the process group alive as long as
 /// this.
 template <class ModulePtr>
 class DistributedDataParallel : public WrappedModule<ModulePtr, detail::DdpCore> {

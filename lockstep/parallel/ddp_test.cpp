@@ -328,11 +328,11 @@ TEST_P(Ddp, StatisticsShowTheBuckets) {
 }
 
 TEST_P(Ddp, AForgottenForwardOfTheWrapperIsTold) {
-  for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
+  for (const bool find_unused : {false, true}) {
     run_group(2, [&](ProcessGroup group) {
       auto net = filled<Net>(1);
       DdpOptions options;
-      options.reducer = reducer;
+      options.find_unused_parameters = find_unused;
       DistributedDataParallel ddp(net, group, options);
       ddp.eval();
       EXPECT_FALSE(net->is_training());

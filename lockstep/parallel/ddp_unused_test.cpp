@@ -115,7 +115,7 @@ TEST_P(DdpUnused, StaticGraphLearnsThemOnce) {
   });
 }
 
-TEST_P(DdpUnused, AStaticGraphIsSeenInAStepThatIsAveraged) {
+TEST_P(DdpUnused, AStaticGraphMayBeginWithinNoSync) {
   run_group(2, [&](ProcessGroup group) {
     DdpOptions options;
     options.static_graph = true;
@@ -123,7 +123,7 @@ TEST_P(DdpUnused, AStaticGraphIsSeenInAStepThatIsAveraged) {
     DistributedDataParallel ddp(module, group, options);
     {
       const auto guard = ddp.no_sync();
-      EXPECT_THROW(ddp(input(group.rank()), true), UsageError);
+      ddp(input(group.rank()), true).sum().backward();
     }
     ddp(input(group.rank()), true).sum().backward();
     module->zero_grad();
@@ -135,6 +135,26 @@ TEST_P(DdpUnused, AStaticGraphIsSeenInAStepThatIsAveraged) {
     at::Tensor gradient = module->left->weight.grad().clone();
     group.broadcast(gradient, 0);
     EXPECT_TRUE(at::equal(gradient, module->left->weight.grad()));
+  });
+}
+
+TEST_P(DdpUnused, SeveralForwardsMayHaveTheirBackwardsLater) {
+  run_group(2, [&](ProcessGroup group) {
+    DdpOptions options;
+    options.find_unused_parameters = true;
+    auto module = filled<Switch>();
+    DistributedDataParallel ddp(module, group, options);
+    for (int step = 0; step < 3; ++step) {
+      zero_grad(module->parameters());
+      const at::Tensor left = ddp(input(group.rank()), true).sum();
+      const at::Tensor right = ddp(input(group.rank()), group.rank() == 0).sum();
+      left.backward();
+      EXPECT_FALSE(module->right->bias.grad().defined());
+      right.backward();
+      // The batch's size: of all from the first, and of one rank of two from the second.
+      EXPECT_EQ(module->left->bias.grad().item<float>(), 6);
+      EXPECT_EQ(module->right->bias.grad().item<float>(), 2);
+    }
   });
 }
 

@@ -17,8 +17,7 @@ DdpOptions ddp_options(const GradientAveragerOptions& options) {
   ddp.init_sync = options.init_sync;
   ddp.bucket_cap_mb = options.bucket_cap_mb;
   ddp.first_bucket_mb = options.first_bucket_mb;
-  if (!options.gradient_as_bucket_view) ddp.gradient_as_bucket_view = false;
-  ddp.reducer = options.reducer;
+  ddp.gradient_as_bucket_view = options.gradient_as_bucket_view;
   ddp.comm_hook = options.comm_hook;
   ddp.check_drift = options.check_drift;
   return ddp;

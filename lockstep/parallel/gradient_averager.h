@@ -14,13 +14,10 @@ namespace lockstep {
 struct GradientAveragerOptions {
   double bucket_cap_mb = 25;   ///< Gradients per all-reduce, in MiB: few calls that still overlap.
   double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
-  /// Gradients are views of the buckets, which saves one copy per step. Of our own reducer only:
-  /// c10d's would have to make its buckets anew while gradients come.
-  bool gradient_as_bucket_view = true;
+  bool gradient_as_bucket_view = true;  ///< Saves one copy per step.
   /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
   bool init_sync = true;
-  Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
-  CommHook comm_hook = CommHook::none;   ///< As DdpOptions::comm_hook.
+  CommHook comm_hook = CommHook::none;  ///< As DdpOptions::comm_hook.
   /// Compare the ranks' parameters after the 2nd, 10th, 100th, ... step, as
   /// DdpOptions::check_drift.
   bool check_drift = true;
@@ -41,13 +38,12 @@ struct GradientAveragerOptions {
 /// theirs, in one backward or in several. A parameter that stays without one is a UsageError that
 /// names it, in the next backward; for such models take DistributedDataParallel with
 /// `find_unused_parameters`. The same error comes once after a backward that threw. Go on only
-/// where it threw on all ranks at the same place: their calls would no longer fit together.
-/// (LibTorch's reducer then fails for ever, as in Python: make the averager anew.) In a backward of
+/// where it threw on all ranks at the same place: their calls would no longer fit together. In a
+/// backward of
 /// distributed autograd the gradients of its rpc::AutogradContext are averaged. Parameters that
 /// need no gradient when this is made are left alone.
 ///
-/// Values may be put into the parameters afterwards (torch::load, set_data). Of `Reducer::c10d`,
-/// hooks and sparse gradients that may be a UsageError that names a parameter. To freeze or
+/// Values may be put into the parameters afterwards (torch::load, set_data). To freeze or
 /// unfreeze layers, or to convert or add some, is always one, in the next backward: make the
 /// averager anew. Added ones are noticed where this was made of a module, as with
 /// DistributedDataParallel. The next backward also compares the ranks' parameters, as its forward.

@@ -57,12 +57,12 @@ void expect_the_same_on_all_ranks(const Tensors& tensors, const ProcessGroup& gr
 
 /// Six steps of torch::optim's SGD, with a backward of two forwards in each second one.
 template <class Forward>
-Tensors train(Net& net, int rank, bool engine, bool ours, Forward forward) {
+Tensors train(Net& net, int rank, bool engine, Forward forward) {
   torch::optim::SGD sgd(net.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (int step = 0; step < 6; ++step) {
     at::Tensor loss = forward(input(rank, step)).square().mean();
     if (step % 2 == 1) loss = loss + forward(input(rank, step + 7)).abs().mean();
-    ours ? zero_grad(net.parameters()) : sgd.zero_grad();
+    sgd.zero_grad();
     engine ? loss.backward() : backward(loss);
     sgd.step();
   }
@@ -87,46 +87,39 @@ TEST_P(Averager, TiedParametersCountOnce) {
 
 TEST_P(Averager, TrainsToDdpsBits) {
   for (const int ranks : {2, 3}) {
-    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
-      for (const bool view : {true, false}) {
-        // LibTorch's zero_grad cannot detach the views of DDP's c10d.
-        const bool ours = reducer == Reducer::c10d && view;
-        run_group(ranks, [&](ProcessGroup group) {
-          SCOPED_TRACE((reducer == Reducer::c10d ? "c10d, views: " : "lockstep, views: ") +
-                       std::to_string(view));
-          DdpOptions options;
-          options.reducer = reducer;
-          options.gradient_as_bucket_view = view;
-          options.bucket_cap_mb = 50.0 / (1024 * 1024);
-          auto wrapped = std::make_shared<Net>();
-          fill(*wrapped, 1);
-          DistributedDataParallel ddp(wrapped, group, options);
-          // One forward per backward is what DDP can do: the two are one call here.
-          const Tensors expected = train(
-              *wrapped, group.rank(), true, ours, [&, forwards = 0](const at::Tensor& x) mutable {
-                const bool second = forwards == 2 || forwards == 5 || forwards == 8;
-                ++forwards;
-                return second ? wrapped->forward(x) : ddp(x);
-              });
+    for (const bool view : {true, false}) {
+      run_group(ranks, [&](ProcessGroup group) {
+        SCOPED_TRACE("views: " + std::to_string(view));
+        DdpOptions options;
+        options.gradient_as_bucket_view = view;
+        options.bucket_cap_mb = 50.0 / (1024 * 1024);
+        auto wrapped = std::make_shared<Net>();
+        fill(*wrapped, 1);
+        DistributedDataParallel ddp(wrapped, group, options);
+        // One forward per backward is what DDP can do: the two are one call here.
+        const Tensors expected =
+            train(*wrapped, group.rank(), true, [&, forwards = 0](const at::Tensor& x) mutable {
+              const bool second = forwards == 2 || forwards == 5 || forwards == 8;
+              ++forwards;
+              return second ? wrapped->forward(x) : ddp(x);
+            });
 
-          // Each from the start: three ranks' sums depend on where a gradient lies in the buckets.
-          for (const bool engine : {true, false}) {
-            Net net;
-            fill(net, 1 + 5 * group.rank());  // Only rank 0's parameters count.
-            GradientAverager averager(net, group,
-                                      {.bucket_cap_mb = options.bucket_cap_mb,
-                                       .gradient_as_bucket_view = view,
-                                       .reducer = reducer});
-            expect_equal(train(net, group.rank(), engine, ours,
-                               [&](const at::Tensor& x) { return net.forward(x); }),
-                         expected);
-            EXPECT_EQ(averager.statistics().iterations, 6);
-            EXPECT_EQ(averager.statistics().parameters, 53);
-            EXPECT_TRUE(averager.statistics().buckets_rebuilt);
-            EXPECT_EQ(averager.statistics().bucket_bytes, ddp.statistics().bucket_bytes);
-          }
-        });
-      }
+        // Each from the start: three ranks' sums depend on where a gradient lies in the buckets.
+        for (const bool engine : {true, false}) {
+          Net net;
+          fill(net, 1 + 5 * group.rank());  // Only rank 0's parameters count.
+          GradientAverager averager(
+              net, group,
+              {.bucket_cap_mb = options.bucket_cap_mb, .gradient_as_bucket_view = view});
+          expect_equal(
+              train(net, group.rank(), engine, [&](const at::Tensor& x) { return net.forward(x); }),
+              expected);
+          EXPECT_EQ(averager.statistics().iterations, 6);
+          EXPECT_EQ(averager.statistics().parameters, 53);
+          EXPECT_TRUE(averager.statistics().buckets_rebuilt);
+          EXPECT_EQ(averager.statistics().bucket_bytes, ddp.statistics().bucket_bytes);
+        }
+      });
     }
   }
 }

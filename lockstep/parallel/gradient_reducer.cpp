@@ -1,80 +1,79 @@
 #include "lockstep/parallel/gradient_reducer.h"
 
-#include <torch/csrc/distributed/c10d/reducer.hpp>
+#include <nlohmann/json.hpp>
+#include <utility>
 
-#include <algorithm>
-#include <limits>
-
+#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
-#include "lockstep/parallel/wrapped_module.h"
+#include "lockstep/base/log.h"
 
 namespace lockstep::detail {
-namespace {
 
-/// Whether our own reducer can do all of this.
-bool takes_own(const std::vector<ReducedParameter>& parameters, const DdpOptions& options) {
-  if (options.find_unused_parameters || options.static_graph || options.custom_hook ||
-      options.async_custom_hook || options.comm_hook != CommHook::none)
-    return false;
-  return std::all_of(parameters.begin(), parameters.end(), [](const ReducedParameter& parameter) {
-    return !parameter.sparse_gradient && parameter.tensor.device().is_cpu() &&
-           c10::isFloatingType(parameter.tensor.scalar_type());
-  });
+void GradientReducer::set_units(std::vector<size_t> unit_of, std::vector<size_t> order) {
+  unit_of_ = std::move(unit_of);
+  order_ = std::move(order);
 }
 
-size_t bytes_of(double mebibytes, const char* option) {
-  const double bytes = mebibytes * 1024 * 1024;
-  if (!(bytes >= 1) || bytes > 1e15) {
-    throw UsageError(std::string("DdpOptions::") + option + " is " + std::to_string(mebibytes) +
-                     " MiB, expected more than 0");
+void GradientReducer::begin() {
+  for (const Work& work : std::exchange(under_way_, {})) {
+    try {
+      if (work) work.wait();
+    } catch (const Error& error) {  // The group's next call says so again.
+      log_debug(std::string("a reduction that a backward left behind: ") + error.what());
+    }
   }
-  return static_cast<size_t>(bytes);
+  begin_round();
+  awaited_.clear();
+  for (const size_t unit : unit_of_) {
+    if (unit >= awaited_.size()) awaited_.resize(unit + 1);
+    ++awaited_[unit];
+  }
+  arrivals_.clear();
+  next_ = 0;
 }
 
-}  // namespace
-
-std::unique_ptr<GradientReducer> make_gradient_reducer(
-    const std::vector<ReducedParameter>& parameters, const ProcessGroup& group,
-    const DdpOptions& options) {
-  return options.reducer == Reducer::automatic && takes_own(parameters, options)
-             ? make_bucket_reducer(parameters, group, options)
-             : make_c10d_reducer(parameters, group, options);
+bool GradientReducer::arrived(size_t index) {
+  if (learns_order_) arrivals_.push_back(index);
+  stage(index);
+  return --awaited_[unit_of_[index]] == 0;
 }
 
-void throw_unknown_output(const std::string& type) {
-  throw UsageError(
-      "find_unused_parameters and static_graph must see the tensors that forward "
-      "returns, and do not know where they are in a " +
-          type,
-      "say it, once, after the definition of that type:\n"
-      "    template <> struct lockstep::OutputTensors<" +
-          type + "> { template <class F> static void visit(" + type +
-          "& o, F&& f) { lockstep::visit_tensors(o.FIELD, f); } };");
+void GradientReducer::reduce_in_turn() {
+  const CallOrigin origin("gradients", caller_);
+  for (; next_ + 1 < order_.size() && awaited_[order_[next_]] == 0; ++next_)
+    reduce(order_[next_], /*wait=*/false);
 }
 
-std::vector<size_t> bucket_caps(const DdpOptions& options) {
-  const size_t rest = bytes_of(options.bucket_cap_mb, "bucket_cap_mb");
-  return {std::min(rest, bytes_of(options.first_bucket_mb, "first_bucket_mb")), rest};
+void GradientReducer::finish() {
+  const CallOrigin origin("gradients", caller_);
+  for (; next_ < order_.size(); ++next_) reduce(order_[next_], /*wait=*/next_ + 1 == order_.size());
+  deliver();
 }
 
-BucketLayout first_layout(const std::vector<at::Tensor>& parameters,
-                          const std::vector<bool>& sparse, const DdpOptions& options) {
-  std::vector<size_t> limits = bucket_caps(options);
-  if (options.static_graph || !options.find_unused_parameters)
-    limits = {static_cast<size_t>(std::numeric_limits<int64_t>::max())};
-  auto layout = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
-  // Backward produces gradients about in the opposite order.
-  std::reverse(layout.begin(), layout.end());
-  return layout;
+void GradientReducer::reduce_all() {
+  begin();
+  for (size_t i = 0; i < unit_of_.size(); ++i) arrived(i);
+  finish();
 }
 
-BucketLayout layout_by_arrival(const std::vector<at::Tensor>& parameters,
-                               const std::vector<size_t>& order, const DdpOptions& options) {
-  std::vector<at::Tensor> tensors;
-  for (const size_t index : order) tensors.push_back(parameters[index]);
-  const std::vector<int64_t> indices(order.begin(), order.end());
-  return std::get<0>(c10d::compute_bucket_assignment_by_size(
-      tensors, bucket_caps(options), std::vector<bool>(parameters.size(), false), indices));
+void GradientReducer::wait_for_oldest() {
+  const Work work = std::move(under_way_.front());
+  under_way_.pop_front();
+  if (work) work.wait();
+}
+
+std::vector<size_t> GradientReducer::agreed_arrivals(const ProcessGroup& before) const {
+  std::vector<bool> came(unit_of_.size());
+  for (const size_t index : arrivals_) came[index] = true;
+  std::vector<size_t> order;
+  for (size_t i = 0; i < came.size(); ++i) {
+    if (!came[i]) order.push_back(i);
+  }
+  order.insert(order.end(), arrivals_.begin(), arrivals_.end());
+  for (const ProcessGroup& group : {before, group_}) {
+    if (group) order = group.broadcast_object(order, 0).get<std::vector<size_t>>();
+  }
+  return order;
 }
 
 }  // namespace lockstep::detail

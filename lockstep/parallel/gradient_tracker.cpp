@@ -86,10 +86,8 @@ bool GradientTracker::refresh(size_t index) {
   return true;
 }
 
-bool GradientTracker::refresh() {
-  bool any = false;
-  for (size_t i = 0; i < all_.size(); ++i) any = refresh(i) || any;
-  return any;
+void GradientTracker::refresh() {
+  for (size_t i = 0; i < all_.size(); ++i) refresh(i);
 }
 
 void GradientTracker::watch(const std::vector<at::Tensor>& others) {
@@ -113,16 +111,21 @@ void GradientTracker::let_go() {
   all_.clear();
 }
 
+void GradientTracker::set_rules(const ArrivalRules& rules) {
+  rules_ = rules;
+  for (Tracked& its : all_) its.due = rules.may_repeat ? 0 : 1;
+}
+
 std::vector<size_t> GradientTracker::missing() const {
   std::vector<size_t> missing;
   for (size_t i = 0; open_ && i < all_.size(); ++i) {
-    if (!all_[i].arrived) missing.push_back(i);
+    if (all_[i].times == 0) missing.push_back(i);
   }
   return missing;
 }
 
 void GradientTracker::forget() {
-  for (Tracked& its : all_) its.arrived = false;
+  for (Tracked& its : all_) its.times = 0;
   awaited_ = all_.size();
   open_ = false;
 }
@@ -137,17 +140,19 @@ void GradientTracker::on_gradient(size_t index) {
   }
   Tracked& its = all_[index];
   const bool again = its.backward == backward;
-  if (again && its.arrived && !rules_.may_repeat) give_up(index, /*same_backward=*/true);
+  if (again && its.times > 0 && !rules_.may_repeat) give_up(index, /*same_backward=*/true);
   if (!open_) {
     if (!begin_round()) return;
     forget();
     open_ = true;
   }
-  if (its.arrived && !again) give_up(index, /*same_backward=*/false);
+  if (its.times > 0 && !again) give_up(index, /*same_backward=*/false);
   its.backward = backward;
   if (rules_.may_miss && !std::exchange(ends_, true))
     after_backward([this, backward] { on_end(backward); });
-  if (std::exchange(its.arrived, true)) return;
+  ++its.times;
+  if (its.due > 0 && its.times > its.due) give_up(index, /*same_backward=*/true);
+  if (its.times != its.due) return;
   --awaited_;
   try {
     take(index);
@@ -172,6 +177,9 @@ void GradientTracker::on_end(int64_t backward) {
   const std::lock_guard lock(mutex_);
   if (backward_ != backward || !open_) return;
   open_ = false;
+  if (rules_.may_repeat) {
+    for (Tracked& its : all_) its.due = its.times;
+  }
   end_round();
 }
 

@@ -37,8 +37,10 @@ void refuse_distributed_autograd(const std::string& what);
 
 /// Which gradients a GradientTracker can do with.
 struct ArrivalRules {
-  bool may_repeat = false;  ///< Gradients may come several times in a backward.
-  bool may_miss = false;    ///< A round ends with its backward, whatever has come.
+  /// Gradients may come several times in a backward, as often as in the round before: then the last
+  /// one counts. With `may_miss`: others are not taken, and are there at the round's end.
+  bool may_repeat = false;
+  bool may_miss = false;  ///< A round ends with its backward, whatever has come.
 };
 
 /// Sees the gradients of some parameters come: on the thread that runs backward, when one has been
@@ -55,11 +57,11 @@ class GradientTracker {
   /// From now on of these, in place of those before.
   void track(std::vector<at::Tensor> parameters);
   /// Where the parameters have other nodes now that add their gradients, as after `set_data`, goes
-  /// on with those. Gives whether there were such.
-  bool refresh();
+  /// on with those.
+  void refresh();
   /// Does so by itself within the backward, and tells of gradients of `others`.
   void watch(const std::vector<at::Tensor>& others);
-  void set_rules(const ArrivalRules& rules) { rules_ = rules; }
+  void set_rules(const ArrivalRules& rules);
   /// Indices of those that an open round lacks. Empty where none is open.
   std::vector<size_t> missing() const;
   /// Gives up the round.
@@ -75,7 +77,7 @@ class GradientTracker {
   virtual bool begin_round() = 0;
   /// The gradient of this round is there.
   virtual void take(size_t index) = 0;
-  /// All have been taken.
+  /// All have been taken, or are missing.
   virtual void end_round() = 0;
   /// The parameter got a second gradient in a round: in the `same_backward`, or in a later one
   /// while others are `missing`. The round is given up. It is to throw.
@@ -94,7 +96,8 @@ class GradientTracker {
     NodePtr accumulator;  ///< The parameter holds it weakly.
     uintptr_t hook = 0;
     int64_t backward = kNone;  ///< The last one in which a gradient came.
-    bool arrived = false;      ///< In this round.
+    int64_t times = 0;         ///< In this round.
+    int64_t due = 1;           ///< In a round, before it is taken. 0: not known, or never.
     /// Of this gradient already, from a node that was without a hook. LibTorch's engine runs the
     /// hook that it has got meanwhile, and our walk does not.
     bool told = false;

@@ -89,13 +89,13 @@ TEST_P(JoinInputs, RanksWithFewerInputsAddZeros) {
         expect_trained(group, inputs, options, divide_by_all);
         options.gradient_as_bucket_view = false;
         expect_trained(group, inputs, options, divide_by_all);
-        options.reducer = Reducer::c10d;
+        options.static_graph = true;
+        expect_trained(group, inputs, options, divide_by_all);
+        options.static_graph = false;
+        options.find_unused_parameters = true;
         expect_trained(group, inputs, options, divide_by_all);
         options.comm_hook = CommHook::allreduce;
-        options.find_unused_parameters = true;
-        options.reducer = Reducer::automatic;
-        // A hook divides by the size of the group, in Python too.
-        if (divide_by_all) expect_trained(group, inputs, options, divide_by_all);
+        expect_trained(group, inputs, options, divide_by_all);
       });
     }
   }
@@ -103,10 +103,10 @@ TEST_P(JoinInputs, RanksWithFewerInputsAddZeros) {
 
 TEST_P(JoinInputs, AfterItGradientsAreDividedByAllAgain) {
   run_group(2, [](const ProcessGroup& group) {
-    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
+    for (const bool views : {true, false}) {
       auto net = std::make_shared<Net>();
       fill(*net, 1);
-      DistributedDataParallel ddp(net, group, {.reducer = reducer});
+      DistributedDataParallel ddp(net, group, {.gradient_as_bucket_view = views});
       const auto backward = [&] { ddp(input(0, 1)).square().mean().backward(); };
       backward();
       const at::Tensor mean = net->first->weight.grad().clone();
@@ -118,7 +118,7 @@ TEST_P(JoinInputs, AfterItGradientsAreDividedByAllAgain) {
       }
       zero_grad(net->parameters());
       backward();
-      EXPECT_TRUE(at::equal(net->first->weight.grad(), mean)) << static_cast<int>(reducer);
+      EXPECT_TRUE(at::equal(net->first->weight.grad(), mean)) << views;
     }
   });
 }

@@ -223,9 +223,9 @@ class LogicalShards::Impl {
     if (!core_) return backward(loss());
     core_->synchronizing() = last;
     core_->before_forward();
-    std::vector<at::Tensor> losses{loss()};
-    core_->after_forward(losses);
-    backward(losses.front());
+    const at::Tensor value = loss();
+    core_->after_forward();
+    backward(value);
   }
 
   void end(int64_t step) {

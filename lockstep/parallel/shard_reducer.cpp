@@ -6,10 +6,9 @@
 
 #include <algorithm>
 #include <cstring>
-#include <nlohmann/json.hpp>
+#include <unordered_map>
 #include <utility>
 
-#include "lockstep/base/call_origin.h"
 #include "lockstep/base/error.h"
 #include "lockstep/base/log.h"
 #include "lockstep/optim/dense_layout.h"
@@ -36,62 +35,42 @@ void fill_zeros(const at::Tensor& vector, int64_t begin, int64_t count) {
 
 }  // namespace
 
-ShardReducer::ShardReducer(const std::vector<FlatUnit>& units, const std::vector<at::Tensor>& parts,
-                           const ProcessGroup& group, ShardReducerOptions options)
-    : group_(group),
-      options_(std::move(options)),
-      divisor_(group_.size() * (options_.replicate ? options_.replicate.size() : 1)),
-      ordered_(options_.fixed_order) {
+ShardReducer::ShardReducer(const std::vector<FlatUnit>& units,
+                           const std::vector<ReducedParameter>& parameters,
+                           const std::vector<at::Tensor>& parts, const ProcessGroup& group,
+                           ShardReducerOptions options)
+    : GradientReducer(group, options.caller,
+                      group.size() * (options.replicate ? options.replicate.size() : 1)),
+      options_(std::move(options)) {
+  learns_order_ = !options_.fixed_order;
+  std::unordered_map<const c10::TensorImpl*, size_t> index_of;
+  for (const ReducedParameter& parameter : parameters)
+    index_of.emplace(parameter.tensor.unsafeGetTensorImpl(), index_of.size());
+  std::vector<size_t> unit_of(parameters.size()), order;
   for (const FlatUnit& flat : units) {
     Unit unit{.shard_size = flat.shard_size()};
     for (const FlatParameter& member : flat.parameters) {
-      if (member.tensor.requires_grad()) unit.members.push_back(member);
+      const auto found = index_of.find(member.tensor.unsafeGetTensorImpl());
+      if (found == index_of.end()) continue;
+      unit_of[found->second] = units_.size();
+      unit.members.push_back(member);
+      unit.members.back().name = parameters[found->second].name;
     }
-    if (!unit.members.empty()) order_.insert(order_.begin(), units_.size());
+    if (!unit.members.empty()) order.insert(order.begin(), units_.size());
     const c10::Device device = flat.parameters.front().tensor.device();
     unit.options = at::TensorOptions(options_.device.value_or(device)).dtype(flat.dtype);
     units_.push_back(std::move(unit));
   }
+  set_units(std::move(unit_of), std::move(order));
   for (const Piece& piece : pieces_of(units, group_.rank())) {
     const FlatParameter& parameter = units[piece.unit].parameters[piece.parameter];
-    if (!parameter.tensor.requires_grad()) continue;
+    if (!index_of.contains(parameter.tensor.unsafeGetTensorImpl())) continue;
     units_[piece.unit].parts.push_back(parts_.size());
     parts_.push_back({parts.at(parameter.index), piece.unit, piece.shard_offset});
   }
 }
 
-void ShardReducer::begin() {
-  end_pending();
-  arrivals_.clear();
-  for (Unit& unit : units_) unit.awaited = unit.members.size();
-  next_ = 0;
-}
-
-/// What a round that failed has begun still writes into the means.
-void ShardReducer::end_pending() {
-  for (Chunk& chunk : std::exchange(under_way_, {})) {
-    try {
-      if (chunk.work) chunk.work.wait();
-    } catch (const Error& error) {  // The group's next call says so again.
-      log_debug(std::string("a reduction that a backward left behind: ") + error.what());
-    }
-  }
-}
-
-bool ShardReducer::arrived(size_t unit) {
-  if (--units_[unit].awaited > 0) return false;
-  if (!ordered_) arrivals_.push_back(unit);
-  return true;
-}
-
-void ShardReducer::reduce_in_turn() {
-  for (; next_ + 1 < order_.size() && units_[order_[next_]].awaited == 0; ++next_)
-    reduce(units_[order_[next_]], /*wait=*/false);
-}
-
-void ShardReducer::finish() {
-  for (; next_ < order_.size(); ++next_)
-    reduce(units_[order_[next_]], /*wait=*/next_ + 1 == order_.size());
+void ShardReducer::deliver() {
   receive(0);
   for (UpdatedPart& part : parts_) {
     if (units_[part.unit].adds) {
@@ -102,19 +81,24 @@ void ShardReducer::finish() {
     part.tensor.mutable_grad() = part.cut;
   }
   has_means_ = true;
-  if (std::exchange(ordered_, true) || order_.size() < 2) return;
-  // Rank 0's, so that all ranks make the same calls.
-  for (const ProcessGroup& group : {options_.replicate, group_}) {
-    if (group) arrivals_ = group.broadcast_object(arrivals_, 0).get<std::vector<size_t>>();
-  }
-  order_ = arrivals_;
+  if (std::exchange(learns_order_, false) && order_.size() > 1) learn_order();
 }
 
-/// `wait`: nothing is left to compute meanwhile.
-void ShardReducer::reduce(Unit& unit, bool wait) {
+/// A unit is complete with the last of its gradients.
+void ShardReducer::learn_order() {
+  const std::vector<size_t> arrivals = agreed_arrivals(options_.replicate);
+  std::vector<size_t> order;
+  for (auto index = arrivals.rbegin(); index != arrivals.rend(); ++index) {
+    const size_t unit = unit_of_[*index];
+    if (!std::ranges::count(order, unit)) order.push_back(unit);
+  }
+  order_.assign(order.rbegin(), order.rend());
+}
+
+void ShardReducer::reduce(size_t index, bool wait) {
   const c10::AutoGradMode no_grad(false);
   const at::AutoDispatchBelowADInplaceOrView untracked;
-  const CallOrigin origin("gradients", options_.caller);
+  Unit& unit = units_[index];
   ++reductions_;
   if (buffers_.empty()) make_buffers();
   adopt_gradients(unit);
@@ -131,14 +115,15 @@ void ShardReducer::reduce(Unit& unit, bool wait) {
     const at::Tensor target = unit.mean.narrow(0, begin, count);
     const bool direct =
         !unit.adds && staged.dtype() == target.dtype() && staged.device() == target.device();
-    Chunk chunk{
-        {}, staged, direct ? target : at::empty({count}, staged.options()), target, unit.adds};
+    Chunk chunk{staged, direct ? target : at::empty({count}, staged.options()), target, unit.adds};
+    Work work;
     if (wait) {
       group_.reduce_scatter_tensor(chunk.result, staged);
     } else {
-      chunk.work = group_.reduce_scatter_tensor_async(chunk.result, staged);
+      work = group_.reduce_scatter_tensor_async(chunk.result, staged);
     }
-    under_way_.push_back(std::move(chunk));
+    under_way_.push_back(std::move(work));
+    chunks_.push_back(std::move(chunk));
   }
   for (const auto& member : unit.members) member.tensor.mutable_grad().reset();
 }
@@ -230,9 +215,9 @@ void ShardReducer::make_buffers() {
 void ShardReducer::receive(size_t most_under_way) {
   const c10::AutoGradMode no_grad(false);
   while (under_way_.size() > most_under_way) {
-    Chunk chunk = std::move(under_way_.front());
-    under_way_.pop_front();
-    if (chunk.work) chunk.work.wait();
+    wait_for_oldest();
+    Chunk chunk = std::move(chunks_.front());
+    chunks_.pop_front();
     if (options_.replicate) options_.replicate.all_reduce(chunk.result);
     if (chunk.target.is_same(chunk.result)) continue;
     if (chunk.adds) {

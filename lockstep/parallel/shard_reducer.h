@@ -12,6 +12,7 @@
 
 #include "lockstep/comm/process_group.h"
 #include "lockstep/parallel/flat_unit.h"
+#include "lockstep/parallel/gradient_reducer.h"
 
 namespace lockstep::detail {
 
@@ -34,29 +35,20 @@ struct ShardReducerOptions {
   ProcessGroup replicate = {};
 };
 
-/// Averages gradients over ranks while backward runs, each element on the rank that updates it.
-/// Whole gradients are let go as soon as they have been packed.
+/// A reduce-scatter for each unit: each element's mean is on the rank that updates it. Whole
+/// gradients are let go as soon as they have been packed.
 ///
 /// Units are reduced in one order on all ranks: at first the opposite of theirs, then that in which
 /// rank 0's were complete in its first round, of replica 0. Two chunks are under way at a time.
-/// Means add to the gradients that parts have. One thread at a time; every rank makes the same
-/// calls.
-class ShardReducer {
+/// Means add to the gradients that parts have.
+class ShardReducer : public GradientReducer {
  public:
-  /// `units` are even. Of their parameters those count that need a gradient now. `parts`: what this
-  /// rank's optimizer updates, by the parameters' indices; a vector, or the whole in its shape.
-  ShardReducer(const std::vector<FlatUnit>& units, const std::vector<at::Tensor>& parts,
-               const ProcessGroup& group, ShardReducerOptions options);
-
-  /// A round begins: one gradient of each parameter. What a failed one has begun is waited for.
-  void begin();
-  /// The gradient of one of the unit's parameters is there. True with the last of them.
-  bool arrived(size_t unit);
-  /// Reduces the units that are complete and next in order, all but the last of the order, which
-  /// waits for `finish`: then nothing is left to compute meanwhile.
-  void reduce_in_turn();
-  /// Reduces the rest, whatever has come. Parts have their gradients then.
-  void finish();
+  /// `units` are even. `parameters`: those of the units that get a gradient, in the order of their
+  /// indices here. `parts`: what this rank's optimizer updates, by the units' own indices; a
+  /// vector, or the whole in its shape.
+  ShardReducer(const std::vector<FlatUnit>& units, const std::vector<ReducedParameter>& parameters,
+               const std::vector<at::Tensor>& parts, const ProcessGroup& group,
+               ShardReducerOptions options);
 
   /// This rank's means by unit, as vectors: what the parts' gradients are views of, with zeros
   /// between them. Empty before the first round and after `drop`.
@@ -69,11 +61,10 @@ class ShardReducer {
 
  private:
   struct Unit {
-    std::vector<FlatParameter> members = {};  ///< Those that need a gradient.
+    std::vector<FlatParameter> members = {};  ///< Those that get a gradient.
     int64_t shard_size = 0;
     at::TensorOptions options = {};  ///< Of the mean.
     std::vector<size_t> parts = {};
-    size_t awaited = 0;    ///< Gradients.
     at::Tensor mean = {};  ///< This rank's shard.
     bool adds = false;     ///< To what `mean` has.
   };
@@ -86,15 +77,16 @@ class ShardReducer {
   };
   /// A chunk on its way.
   struct Chunk {
-    Work work;
     at::Tensor staged;
     at::Tensor result;
     at::Tensor target;  ///< In the unit's mean.
     bool adds;
   };
 
-  void end_pending();
-  void reduce(Unit& unit, bool wait);
+  void begin_round() override { chunks_.clear(); }
+  void reduce(size_t index, bool wait) override;
+  void deliver() override;
+  void learn_order();
   void adopt_gradients(Unit& unit);
   void pack(const Unit& unit, const std::vector<at::Tensor>& gradients, int64_t begin,
             const at::Tensor& target) const;
@@ -107,16 +99,10 @@ class ShardReducer {
 
   std::vector<Unit> units_;
   std::vector<UpdatedPart> parts_;
-  const ProcessGroup group_;
   const ShardReducerOptions options_;
-  const int divisor_;             ///< Of gradients, before they are summed.
-  std::vector<size_t> order_;     ///< In which units are reduced.
-  std::vector<size_t> arrivals_;  ///< In which the first round completed them.
-  bool ordered_ = false;
-  size_t next_ = 0;                  ///< In `order_`.
   std::vector<at::Tensor> buffers_;  ///< To pack into, in turn.
   size_t turn_ = 0;
-  std::deque<Chunk> under_way_;
+  std::deque<Chunk> chunks_;  ///< Of what is under way.
   bool has_means_ = false;
   bool told_kept_ = false;
   int64_t reductions_ = 0;

@@ -24,7 +24,8 @@ struct Sharded {
       parameters.push_back(at::zeros({size}).set_requires_grad(true));
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (i % 2 == 0) units.emplace_back();
-      units.back().add(std::to_string(i), parameters[i], i);
+      units.back().add("", parameters[i], i);
+      trained.push_back({std::to_string(i), parameters[i]});
     }
     for (FlatUnit& unit : units) unit.cut_evenly(group.size());
     parts.resize(parameters.size());
@@ -43,7 +44,7 @@ struct Sharded {
     for (size_t i = 0; i < parameters.size(); ++i) {
       const size_t index = (i + 2 * first) % parameters.size();
       parameters[index].mutable_grad() = gradient(index);
-      if (reducer.arrived(index / 2)) reducer.reduce_in_turn();
+      if (reducer.arrived(index)) reducer.reduce_in_turn();
     }
     reducer.finish();
   }
@@ -63,6 +64,7 @@ struct Sharded {
 
   int rank;
   std::vector<at::Tensor> parameters;
+  std::vector<ReducedParameter> trained;
   std::vector<FlatUnit> units;
   std::vector<at::Tensor> parts;
 };
@@ -77,7 +79,7 @@ TEST_P(ShardReducer, MeansAreOverAllReplicas) {
     for (ShardReducerOptions& options : cases) {
       options.replicate = replicate;
       const Sharded sharded(shard);
-      detail::ShardReducer reducer(sharded.units, sharded.parts, shard, options);
+      detail::ShardReducer reducer(sharded.units, sharded.trained, sharded.parts, shard, options);
       std::vector<at::Tensor> sums;
       for (const at::Tensor& parameter : sharded.parameters)
         sums.push_back(at::zeros_like(parameter.detach()));

@@ -22,14 +22,6 @@ class ProcessGroup;
 /// 65504.
 enum class CommHook { none, allreduce, fp16_compress, bf16_compress };
 
-/// What averages the gradients. Both have the same buckets and give the same bits.
-enum class Reducer {
-  /// Ours, the fastest, for dense gradients of real numbers on the CPU, where every parameter is
-  /// used and there is no hook. Else LibTorch's.
-  automatic,
-  c10d,  ///< LibTorch's c10d::Reducer, as Python.
-};
-
 /// Gradients that are ready to be communicated: several parameters' in one flat buffer.
 struct GradientBucket {
   at::Tensor gradients;                ///< One dimension; local, not divided. May be changed.
@@ -53,18 +45,16 @@ using AsyncGradientHook =
 struct DdpOptions {
   double bucket_cap_mb = 25;   ///< Gradients per all-reduce, in MiB.
   double first_bucket_mb = 1;  ///< At most bucket_cap_mb; a small first one starts early.
-  /// Walk the graph after each forward for parameters that get no gradient. Costs time each step.
+  /// Parameters may get no gradient in a backward, other ones on each rank. They count as zeros.
+  /// One that no rank has a gradient of is left alone. Costs a small all-reduce and overlap: what
+  /// waits for them is reduced when backward ends.
   bool find_unused_parameters = false;
-  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed. The
-  /// first forward must not be within no_sync: UsageError.
+  /// The graph never changes: unused parameters are found once, re-entrant backward is allowed.
   bool static_graph = false;
-  /// Gradients are views of the buckets, which saves one copy per step. Unset: with our own reducer
-  /// only, as Optimizer::zero_grad of torch::optim cannot detach c10d's. Python's default is false.
-  std::optional<bool> gradient_as_bucket_view = {};
-  bool broadcast_buffers = true;  ///< Rank 0's buffers go to all ranks before each forward.
+  bool gradient_as_bucket_view = true;  ///< Python's is false. Saves one copy per step.
+  bool broadcast_buffers = true;        ///< Rank 0's buffers go to all ranks before each forward.
   /// Check that the ranks' parameters match and broadcast rank 0's parameters and buffers.
   bool init_sync = true;
-  Reducer reducer = Reducer::automatic;  ///< To compare them, or for a case that ours gets wrong.
   CommHook comm_hook = CommHook::none;
   GradientHook custom_hook = {};             ///< Wins over `comm_hook`.
   AsyncGradientHook async_custom_hook = {};  ///< Wins over both.

@@ -12,7 +12,6 @@
 #include "lockstep/optim/clip.h"
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/module_state.h"
-#include "lockstep/parallel/scaled_copy.h"
 #include "lockstep/parallel/state_dict.h"
 
 namespace lockstep::detail {
@@ -72,7 +71,7 @@ WholeModelStrategy::WholeModelStrategy(std::string name, const StrategySetup& se
       module_(setup.module),
       parameters_(unique_parameters(setup.module->parameters())) {}
 
-void WholeModelStrategy::average_gradients(const DdpOptions& options,
+void WholeModelStrategy::average_gradients(const DdpOptions& options, bool micro_batches,
                                            const ReducerFactory& make_reducer) {
   // By a hook of the user's own, as of local SGD, ranks may have weights of their own for a while.
   const bool has_own_hook = options.custom_hook || options.async_custom_hook;
@@ -80,7 +79,20 @@ void WholeModelStrategy::average_gradients(const DdpOptions& options,
   DdpOptions own = options;
   own.check_drift = checks_drift_ && options.check_drift && !has_own_hook;
   checks_drift_ = own.check_drift && options.ignored.empty();
-  core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
+  if (!micro_batches) {
+    core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
+    return;
+  }
+  // What no micro-batch of any rank has used keeps no gradient.
+  own.find_unused_parameters = true;
+  auto reduced = find_module_state(*module_, own.ignored, "strategy " + name()).reduced;
+  reducer_ = make_reducer
+                 ? make_reducer(reduced)
+                 : make_bucket_reducer(std::move(reduced), group(), own, "DistributedDataParallel");
+}
+
+void WholeModelStrategy::reduce_accumulated() {
+  if (reducer_) reducer_->reduce_all();
 }
 
 void WholeModelStrategy::check_equal() {
@@ -95,9 +107,9 @@ void WholeModelStrategy::run_batch(const BatchWork& work) {
   if (!core_) return backward(compute_loss(work));
   core_->synchronizing() = work.last_of_step;
   core_->before_forward();
-  std::vector<at::Tensor> losses{compute_loss(work)};
-  core_->after_forward(losses);
-  backward(losses.front());
+  const at::Tensor loss = compute_loss(work);
+  core_->after_forward();
+  backward(loss);
 }
 
 void WholeModelStrategy::warm_up(const BatchWork& work) {
@@ -121,32 +133,6 @@ double WholeModelStrategy::clip_grad_norm(double max_norm) {
 void WholeModelStrategy::zero_grad() {
   adding_up_ = false;
   lockstep::zero_grad(parameters_);
-}
-
-/// As DistributedDataParallel: each rank divides its own, then all are summed.
-void WholeModelStrategy::reduce_accumulated() {
-  if (group().size() == 1) return;
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> parameters;
-  for (const at::Tensor& parameter : parameters_) {
-    if (parameter.grad().defined()) parameters.push_back(parameter);
-  }
-  const auto same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  if (!std::ranges::equal(parameters, laid_out_, same)) {
-    averaged_ = flat_views(parameters, [this](int64_t elements, const at::TensorOptions& options) {
-      return group().symmetric_empty(elements, options.dtype().toScalarType());
-    });
-    laid_out_ = parameters;
-  }
-  const double share = 1.0 / group().size();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& gradient = parameters[i].grad();
-    at::Tensor& place = averaged_.views[i];
-    const bool in_place = gradient.const_data_ptr() == place.const_data_ptr();
-    in_place ? static_cast<void>(place.mul_(share)) : scaled_copy(place, gradient, share);
-  }
-  for (at::Tensor& memory : averaged_.memory) group().all_reduce(memory);
-  for (size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = averaged_.views[i];
 }
 
 /// Parameters are alike on all ranks. Buffers may differ: those of rank 0 count.
@@ -255,7 +241,7 @@ std::unique_ptr<Strategy> make_ddp_strategy(const StrategySetup& setup) {
 std::unique_ptr<detail::RowStrategy> detail::make_ddp_row(const StrategySetup& setup,
                                                           bool micro_batches) {
   auto strategy = std::make_unique<WholeOptimizerStrategy>("ddp", setup);
-  if (!micro_batches) strategy->average_gradients(setup.options.ddp.value_or(DdpOptions()));
+  strategy->average_gradients(setup.options.ddp.value_or(DdpOptions()), micro_batches);
   return strategy;
 }
 

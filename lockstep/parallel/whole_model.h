@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/optim/dense_layout.h"
 #include "lockstep/parallel/ddp.h"
+#include "lockstep/parallel/gradient_reducer.h"
 #include "lockstep/parallel/spread_state.h"
 #include "lockstep/parallel/strategy.h"
 
@@ -108,13 +108,18 @@ class WholeModelStrategy : public RowStrategy {
   std::vector<at::Tensor> updated() const override { return parameters_; }
   SpreadModel spread_model() override;
   void check_equal() override;
-  /// From now on backward averages gradients over the ranks, where there are several. A collective.
-  void average_gradients(const DdpOptions& options, const ReducerFactory& make_reducer = {});
+  /// From now on backward averages gradients over the ranks, where there are several, or, for
+  /// `micro_batches`, reduce_accumulated does. A collective.
+  void average_gradients(const DdpOptions& options, bool micro_batches = false,
+                         const ReducerFactory& make_reducer = {});
 
  protected:
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   /// Lets go of the reducer. For a strategy whose own members a reducer uses.
-  void drop_reducer() { core_.reset(); }
+  void drop_reducer() {
+    core_.reset();
+    reducer_.reset();
+  }
   at::Tensor compute_loss(const BatchWork& work);
   bool gives_states() const override { return group().rank() == 0; }
 
@@ -122,8 +127,7 @@ class WholeModelStrategy : public RowStrategy {
   std::shared_ptr<torch::nn::Module> module_;
   std::vector<at::Tensor> parameters_;  ///< In the module's order, each once, as in Python.
   std::unique_ptr<DdpCore> core_;
-  FlatViews averaged_;  ///< Of reduce_accumulated, where the group sums without copies.
-  std::vector<at::Tensor> laid_out_;
+  std::unique_ptr<GradientReducer> reducer_;  ///< Of reduce_accumulated.
 };
 
 /// What those share in which each rank also has the whole optimizer.

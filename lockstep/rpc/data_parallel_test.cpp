@@ -106,15 +106,12 @@ void expect_means_in_contexts(Net& net, const std::function<at::Tensor(const at:
 
 TEST(RpcDataParallel, DdpAveragesTheGradientsOfAContext) {
   run_trainers([](const ProcessGroup& trainers) {
-    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
-      for (const double bucket_mb : {25.0, 1e-6}) {
-        auto net = std::make_shared<Net>();
-        DistributedDataParallel ddp(
-            net, trainers,
-            {.bucket_cap_mb = bucket_mb, .first_bucket_mb = bucket_mb, .reducer = reducer});
-        expect_means_in_contexts(
-            *net, [&](const at::Tensor& x) { return ddp.forward(x); }, trainers);
-      }
+    for (const double bucket_mb : {25.0, 1e-6}) {
+      auto net = std::make_shared<Net>();
+      DistributedDataParallel ddp(net, trainers,
+                                  {.bucket_cap_mb = bucket_mb, .first_bucket_mb = bucket_mb});
+      expect_means_in_contexts(
+          *net, [&](const at::Tensor& x) { return ddp.forward(x); }, trainers);
     }
   });
 }
@@ -151,9 +148,9 @@ TEST(RpcDataParallel, ContextsAndPlainPassesMayTakeTurns) {
 // The context's gradients pass through the buckets, of which grad() is a view.
 TEST(RpcDataParallel, AContextLeavesPlainGradientsAlone) {
   run_trainers([](const ProcessGroup& trainers) {
-    for (const Reducer reducer : {Reducer::automatic, Reducer::c10d}) {
+    for (const bool views : {true, false}) {
       auto net = std::make_shared<Net>();
-      DistributedDataParallel ddp(net, trainers, {.reducer = reducer});
+      DistributedDataParallel ddp(net, trainers, {.gradient_as_bucket_view = views});
       for (int step = 0; step < 3; ++step) {
         net->zero_grad();
         ddp.forward(input(trainers.rank(), step)).sum().backward();

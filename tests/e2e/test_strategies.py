@@ -166,7 +166,6 @@ class WrongUse(unittest.TestCase):
     def test_strategies_that_do_not_combine(self):
         self.refuse(("--mesh", "dp=1", "--strategy", "dp"), 2, "strategy dp takes no mesh")
         self.refuse(("--mesh", "dp_shard=2", "--devices", 2), 2, "ddp", "dp_shard")
-        self.refuse(("--mesh", "pp=2", "--devices", 2, "--comm-hook", "bf16_compress"), 2, "ddp options", "pp=2")
         self.refuse(("--mesh", "pp=2", "--devices", 2, "--logical-shards", 2), 2, "logical shards", "pp=2")
 
     def test_what_does_not_go_with_lbfgs(self):

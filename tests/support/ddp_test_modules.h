@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "lockstep/autograd/activation_checkpoint.h"
-#include "lockstep/parallel/wrapped_module.h"
 
 namespace lockstep::ddp_test {
 
@@ -131,12 +130,3 @@ struct Rich : torch::nn::Module {
 };
 
 }  // namespace lockstep::ddp_test
-
-template <>
-struct lockstep::OutputTensors<lockstep::ddp_test::Answer> {
-  template <class F>
-  static void visit(lockstep::ddp_test::Answer& output, F&& f) {
-    lockstep::visit_tensors(output.logits, f);
-    lockstep::visit_tensors(output.extra, f);
-  }
-};

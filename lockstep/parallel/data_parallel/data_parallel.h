@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "lockstep/base/error.h"
+#include "lockstep/parallel/data_parallel/output_tensors.h"
 #include "lockstep/parallel/strategy.h"
 #include "lockstep/parallel/wrapped_module.h"
 

@@ -51,10 +51,7 @@ class FsdpCore {
   /// `records`: a backward will follow. `of_program`: of a loop whose optimizer is not ours.
   virtual void after_forward(bool records, bool of_program = false) = 0;
   /// What a WrappedModule asks.
-  bool wants_outputs() const { return false; }
-  void after_forward(std::vector<at::Tensor>& outputs) {
-    after_forward(c10::GradMode::is_enabled(), /*of_program=*/true);
-  }
+  void after_forward() { after_forward(c10::GradMode::is_enabled(), /*of_program=*/true); }
   /// After a forward that threw: throws what a gather in it threw, if one did. TorchScript's
   /// interpreter, and a user's own forward, may have made something else of it.
   virtual void rethrow_failure() = 0;

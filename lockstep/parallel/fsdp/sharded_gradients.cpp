@@ -23,6 +23,16 @@ std::vector<at::Tensor> by_index(const ShardedParameters& parameters,
   return parts;
 }
 
+std::vector<ReducedParameter> trained_of(const ShardedParameters& parameters) {
+  std::vector<ReducedParameter> trained;
+  for (const FlatUnit& unit : parameters.units()) {
+    for (const FlatParameter& parameter : unit.parameters) {
+      if (parameter.tensor.requires_grad()) trained.push_back({parameter.name, parameter.tensor});
+    }
+  }
+  return trained;
+}
+
 }  // namespace
 
 ShardedGradients::ShardedGradients(ShardedParameters& parameters,
@@ -30,9 +40,10 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters,
                                    const ProcessGroup& replicate, const FsdpOptions& options)
     : parameters_(parameters),
       find_unused_(options.find_unused_parameters),
+      trained_(trained_of(parameters)),
       pieces_(pieces),
       withheld_(pieces_, place()),
-      reducer_(parameters.units(), by_index(parameters, pieces), parameters.group(),
+      reducer_(parameters.units(), trained_, by_index(parameters, pieces), parameters.group(),
                {.what = place(),
                 .caller = "FullyShardedDataParallel",
                 .dtype = options.reduce_dtype,
@@ -40,15 +51,8 @@ ShardedGradients::ShardedGradients(ShardedParameters& parameters,
                 .device = parameters.shard(0).device(),
                 .replicate = replicate}) {
   std::vector<at::Tensor> tracked;
-  for (size_t u = 0; u < parameters_.units().size(); ++u) {
-    const auto& items = parameters_.units()[u].parameters;
-    for (size_t i = 0; i < items.size(); ++i) {
-      if (!items[i].tensor.requires_grad()) continue;
-      members_.push_back({u, i});
-      tracked.push_back(items[i].tensor);
-    }
-  }
-  track(tracked);
+  for (const ReducedParameter& parameter : trained_) tracked.push_back(parameter.tensor);
+  track(std::move(tracked));
 }
 
 bool ShardedGradients::begin_round() {
@@ -71,17 +75,15 @@ void ShardedGradients::on_backward(size_t) {
 }
 
 void ShardedGradients::take(size_t index) {
-  const size_t unit = members_[index].unit;
-  if (!reducer_.arrived(unit)) return;
-  parameters_.release(unit);
+  if (!reducer_.arrived(index)) return;
+  parameters_.release(reducer_.unit_of(index));
   reducer_.reduce_in_turn();
 }
 
 void ShardedGradients::refuse_second(size_t index, bool, const std::vector<size_t>&) {
-  throw UsageError(
-      place() + ": backward gave " + parameter(members_[index]).name + " its gradient twice",
-      "a module that is run again within backward (checkpointing) must not share "
-      "parameters with what runs outside of it, or run twice");
+  throw UsageError(place() + ": backward gave " + trained_[index].name + " its gradient twice",
+                   "a module that is run again within backward (checkpointing) must not share "
+                   "parameters with what runs outside of it, or run twice");
 }
 
 /// Backward has run all of its nodes.
@@ -102,27 +104,24 @@ void ShardedGradients::on_end() {
 
 void ShardedGradients::refuse_module() {
   refuses_module_ = true;
-  for (const Member& member : members_) {
-    const at::Tensor& tensor = parameter(member).tensor;
-    tensor.mutable_grad() = parameters_.refused_gradient(tensor);
-  }
+  for (const ReducedParameter& parameter : trained_)
+    parameter.tensor.mutable_grad() = parameters_.refused_gradient(parameter.tensor);
 }
 
 void ShardedGradients::allow_module() {
   if (!std::exchange(refuses_module_, false)) return;
-  for (const Member& member : members_) parameter(member).tensor.mutable_grad().reset();
+  for (const ReducedParameter& parameter : trained_) parameter.tensor.mutable_grad().reset();
 }
 
 void ShardedGradients::follow_module() {
   refresh();
-  auto member = members_.begin();
-  for (size_t u = 0; u < parameters_.units().size(); ++u) {
-    const auto& items = parameters_.units()[u].parameters;
-    for (size_t i = 0; i < items.size(); ++i) {
-      const bool was = member != members_.end() && member->unit == u && member->parameter == i;
-      if (was) ++member;
-      if (items[i].tensor.requires_grad() == was || parameters_.all_frozen()) continue;
-      throw UsageError(place() + ": parameter " + items[i].name + " was " +
+  auto next = trained_.begin();
+  for (const FlatUnit& unit : parameters_.units()) {
+    for (const FlatParameter& item : unit.parameters) {
+      const bool was = next != trained_.end() && next->tensor.is_same(item.tensor);
+      if (was) ++next;
+      if (item.tensor.requires_grad() == was || parameters_.all_frozen()) continue;
+      throw UsageError(place() + ": parameter " + item.name + " was " +
                            (was ? "frozen" : "unfrozen") + " after this was made",
                        "wrap the module anew, from full_state_dict(), after such a change");
     }
@@ -130,41 +129,38 @@ void ShardedGradients::follow_module() {
 }
 
 bool ShardedGradients::has_local() const {
-  return !refuses_module_ && std::ranges::any_of(members_, [this](const Member& member) {
-    return parameter(member).tensor.grad().defined();
+  return !refuses_module_ && std::ranges::any_of(trained_, [](const ReducedParameter& parameter) {
+    return parameter.tensor.grad().defined();
   });
 }
 
 std::vector<std::string> ShardedGradients::missing_names() const {
   std::vector<std::string> names;
-  for (const size_t index : missing()) names.push_back(parameter(members_[index]).name);
+  for (const size_t index : missing()) names.push_back(trained_[index].name);
   return names;
 }
 
 void ShardedGradients::reduce_accumulated() {
   withheld_.release();
-  for (const Member& member : members_) {
-    const FlatParameter& its = parameter(member);
+  for (const ReducedParameter& its : trained_) {
     if (!find_unused_ && !its.tensor.grad().defined() && its.tensor.numel() > 0)
       throw UsageError(place() + ": no micro-batch gave " + its.name + " a gradient",
                        "freeze it (requires_grad_(false)), use it in the loss, or set "
                        "FsdpOptions::find_unused_parameters");
   }
-  reducer_.begin();
-  for (const Member& member : members_) reducer_.arrived(member.unit);
-  reducer_.finish();
+  reducer_.reduce_all();
 }
 
 void ShardedGradients::drop_incomplete() {
-  for (const Member& member : members_) parameter(member).tensor.mutable_grad().reset();
+  for (const ReducedParameter& parameter : trained_) parameter.tensor.mutable_grad().reset();
   withheld_.release();
   forget();
 }
 
 int64_t ShardedGradients::bytes() const {
   int64_t bytes = reducer_.bytes();
-  for (size_t i = 0; i < members_.size() && !refuses_module_; ++i)
-    bytes += bytes_of(parameter(members_[i]).tensor.grad());
+  if (refuses_module_) return bytes;
+  for (const ReducedParameter& parameter : trained_) bytes += bytes_of(parameter.tensor.grad());
   return bytes;
 }
 

@@ -71,12 +71,6 @@ class ShardedGradients : private GradientTracker {
   int64_t reductions() const { return reducer_.reductions(); }
 
  private:
-  /// A parameter that needs a gradient.
-  struct Member {
-    size_t unit;
-    size_t parameter;  ///< In the unit.
-  };
-
   void on_backward(size_t index) override;
   bool begin_round() override;
   void take(size_t index) override;
@@ -84,14 +78,11 @@ class ShardedGradients : private GradientTracker {
   void refuse_second(size_t index, bool same_backward, const std::vector<size_t>& missing) override;
   void on_end();
   void refuse_module();
-  const FlatParameter& parameter(const Member& member) const {
-    return parameters_.units()[member.unit].parameters[member.parameter];
-  }
   std::string place() const;
 
   ShardedParameters& parameters_;
   const bool find_unused_;
-  std::vector<Member> members_;
+  const std::vector<ReducedParameter> trained_;  ///< The module's that need a gradient.
   const std::vector<at::Tensor> pieces_;
   WithheldGradients withheld_;
   ShardReducer reducer_;

@@ -106,10 +106,6 @@ void check_options(const Row& row, const StrategyOptions& options) {
                      owners.empty() ? "leave that out, or take a mesh with stages: pp=2"
                                     : "leave that out, or take strategy " + join(owners, " or "));
   }
-  if (options.ddp && is_pipeline_row(row, options.mesh))
-    throw UsageError("strategy ddp takes no ddp options with a pipeline (mesh " + options.mesh +
-                         "): gradients are averaged once, after the last micro-batch",
-                     "leave one of the two out");
   if (options.logical_shards && !options.mesh.empty())
     throw UsageError("logical shards go with no mesh (" + options.mesh + ")",
                      "leave one of the two out");

@@ -310,13 +310,11 @@ TEST_P(ZeroOptimizer, OverlapsWithBackward) {
       };
     };
     DdpOptions options;
-    options.reducer = Reducer::c10d;
     options.bucket_cap_mb = options.first_bucket_mb = 0.001;  // From step 2 on several buckets.
     auto plain = std::make_shared<Net>(), sharded = std::make_shared<Net>();
     const auto whole = factory_of({})(plain->parameters());
     const auto wanted = run(options, [&] { whole->step(); })(plain);
     ZeroRedundancyOptimizer zero(sharded->parameters(), factory_of({}), group);
-    options.reducer = Reducer::automatic;
     options.async_custom_hook = zero.hook_with_zero_step();
     expect_same(wanted, run(options, [&] { zero.step(); })(sharded), "weights");
     zero.consolidate_state_dict(0);

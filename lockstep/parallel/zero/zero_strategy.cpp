@@ -9,7 +9,6 @@
 #include "lockstep/base/error.h"
 #include "lockstep/parallel/ddp.h"
 #include "lockstep/parallel/gradient_reducer.h"
-#include "lockstep/parallel/module_state.h"
 #include "lockstep/parallel/shard_reducer.h"
 #include "lockstep/parallel/whole_model.h"
 #include "lockstep/parallel/zero/sharded_optimizer.h"
@@ -35,64 +34,26 @@ constexpr int64_t kPackBytes = 1 << 20;
 
 /// Stage 2 of ZeRO: gradients are averaged while backward runs, each part on the rank that updates
 /// it. `optimizer` must outlive this.
-class PartReducer : public detail::GradientReducer {
+class PartReducer : public detail::ShardReducer {
  public:
   /// `parameters`: those of the optimizer's that need a gradient. `dtype`: to reduce in, in place
   /// of the gradients' own.
   PartReducer(detail::ShardedOptimizer& optimizer,
               const std::vector<detail::ReducedParameter>& parameters, const std::string& what,
               std::optional<at::ScalarType> dtype, const ProcessGroup& replicate)
-      : optimizer_(optimizer),
-        reducer_(named(optimizer.shards().units(), parameters), optimizer.shards().parts(),
-                 optimizer.shards().group(),
-                 {.what = what,
-                  .caller = "ZeRO",
-                  .dtype = dtype,
-                  .chunk_bytes = kPackBytes,
-                  .replicate = replicate}) {
-    const auto& all = optimizer.shards().parameters();
-    for (const detail::ReducedParameter& parameter : parameters) {
-      const auto same = [&](const at::Tensor& other) { return other.is_same(parameter.tensor); };
-      const auto found = std::find_if(all.begin(), all.end(), same);
-      units_.push_back(optimizer.shards().unit(static_cast<size_t>(found - all.begin())));
-    }
-  }
+      : ShardReducer(optimizer.shards().units(), parameters, optimizer.shards().parts(),
+                     optimizer.shards().group(),
+                     {.what = what,
+                      .caller = "ZeRO",
+                      .dtype = dtype,
+                      .chunk_bytes = kPackBytes,
+                      .replicate = replicate}),
+        optimizer_(optimizer) {}
 
-  void before_forward(bool) override { optimizer_.follow_parameters(); }
-  void begin() override {
-    reducer_.begin();
-    awaited_ = units_.size();
-  }
-  void take(size_t index) override {
-    if (reducer_.arrived(units_[index])) reducer_.reduce_in_turn();
-    if (--awaited_ == 0) reducer_.finish();
-  }
-  /// What has added up in the parameters. Those without a gradient count as having zeros.
-  void reduce_all() {
-    begin();
-    for (size_t i = 0; i < units_.size(); ++i) take(i);
-  }
-
-  detail::ShardReducer& shards() { return reducer_; }
-  const detail::ShardReducer& shards() const { return reducer_; }
+  void before_forward() override { optimizer_.follow_parameters(); }
 
  private:
-  static std::vector<detail::FlatUnit> named(
-      std::vector<detail::FlatUnit> units,
-      const std::vector<detail::ReducedParameter>& parameters) {
-    for (detail::FlatUnit& unit : units) {
-      for (detail::FlatParameter& member : unit.parameters) {
-        for (const auto& parameter : parameters)
-          if (parameter.tensor.is_same(member.tensor)) member.name = parameter.name;
-      }
-    }
-    return units;
-  }
-
   detail::ShardedOptimizer& optimizer_;
-  std::vector<size_t> units_;  ///< By parameter.
-  detail::ShardReducer reducer_;
-  size_t awaited_ = 0;
 };
 
 class ZeroStrategy : public detail::WholeModelStrategy {
@@ -104,33 +65,28 @@ class ZeroStrategy : public detail::WholeModelStrategy {
                    setup.shard_group ? setup.shard_group : group(), name(),
                    /*small_buckets=*/stage == 2) {
     const auto reduce_dtype = setup.options.zero.value_or(ZeroOptions()).reduce_dtype;
-    const auto make_reducer = [&](const auto& parameters) {
+    DdpOptions options;
+    if (stage == 1) {
+      options.comm_hook = hook_of(reduce_dtype, parameters());
+      return average_gradients(options, micro_batches);
+    }
+    average_gradients(options, micro_batches, [&](const auto& parameters) {
       auto reducer = std::make_unique<PartReducer>(optimizer_, parameters, name(), reduce_dtype,
                                                    setup.replicate_group);
       reducer_ = reducer.get();
       return reducer;
-    };
-    DdpOptions options;
-    if (stage == 1) options.comm_hook = hook_of(reduce_dtype, parameters());
-    if (micro_batches && options.comm_hook != CommHook::none)
-      throw UsageError("zero1 with a pipeline takes no reduce_dtype",
-                       "take zero2, or the gradients' own dtype");
-    if (micro_batches && stage == 2) {
-      own_reducer_ = make_reducer(detail::whole_module_state(*setup.module).reduced);
-    } else if (!micro_batches) {
-      stage == 1 ? average_gradients(options) : average_gradients(options, make_reducer);
-    }
+    });
   }
   /// The reducer uses the optimizer.
   ~ZeroStrategy() override { drop_reducer(); }
 
   std::vector<at::Tensor> gradients() const override {
-    return reducer_ ? reducer_->shards().means() : WholeModelStrategy::gradients();
+    return reducer_ ? reducer_->means() : WholeModelStrategy::gradients();
   }
   bool has_sharded_gradients() const override { return reducer_ != nullptr; }
   double clip_grad_norm(double max_norm) override {
     if (!reducer_) return WholeModelStrategy::clip_grad_norm(max_norm);
-    return detail::clip_shards(reducer_->shards().means(), max_norm, optimizer_.shards().group());
+    return detail::clip_shards(reducer_->means(), max_norm, optimizer_.shards().group());
   }
 
   void update(const StepScale& scale) override {
@@ -140,14 +96,10 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   }
   void zero_grad() override {
     WholeModelStrategy::zero_grad();
-    if (reducer_) reducer_->shards().drop();
+    if (reducer_) reducer_->drop();
   }
 
-  void reduce_accumulated() override {
-    if (!reducer_) return WholeModelStrategy::reduce_accumulated();
-    optimizer_.follow_parameters();
-    reducer_->reduce_all();
-  }
+  void begin_schedule() override { optimizer_.follow_parameters(); }
   std::vector<at::Tensor> updated() const override { return optimizer_.shards().parts(); }
   Optimizer& optimizer() const override { return optimizer_.local(); }
   detail::SpreadOptimizer spread_optimizer() override { return optimizer_.spread(); }
@@ -157,7 +109,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
   void load_optimizer_state(const StateDict& state) override { optimizer_.load_state(state); }
 
   StateBytes state_bytes() const override {
-    const int64_t shards = reducer_ ? reducer_->shards().bytes() : 0;
+    const int64_t shards = reducer_ ? reducer_->bytes() : 0;
     return {bytes_of(parameters()), shards + bytes_of(WholeModelStrategy::gradients()),
             bytes_of(optimizer().state())};
   }
@@ -165,8 +117,7 @@ class ZeroStrategy : public detail::WholeModelStrategy {
  private:
   int replica_;
   detail::ShardedOptimizer optimizer_;
-  std::unique_ptr<PartReducer> own_reducer_;
-  PartReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it, or this.
+  PartReducer* reducer_ = nullptr;  ///< Of stage 2; the base owns it.
 };
 
 }  // namespace

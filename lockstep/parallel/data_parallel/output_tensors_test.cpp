@@ -1,10 +1,9 @@
-#include "lockstep/parallel/wrapped_module.h"
+#include "lockstep/parallel/data_parallel/output_tensors.h"
 
 #include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/nn/modules/linear.h>
 
 #include <algorithm>
 #include <functional>
@@ -12,16 +11,11 @@
 #include <unordered_map>
 #include <variant>
 
-#include "lockstep/base/error.h"
-#include "lockstep/parallel/ddp.h"
-#include "tests/support/over_backends.h"
-
 namespace lockstep {
 namespace output_tensors_test {
 
 using at::Tensor;
 using ::testing::ElementsAre;
-using ::testing::HasSubstr;
 
 enum class Mode { a, b };
 struct Plain {
@@ -142,60 +136,6 @@ TEST(OutputTensors, AreVisitedInTheOrderOfTheKeys) {
     EXPECT_EQ(order.size(), 50);
     EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
   }
-}
-
-template <class Output>
-struct Forked : torch::nn::Module {
-  Forked() {
-    register_module("used", used);
-    register_module("unused", unused);
-  }
-  Output forward(const Tensor& x) {
-    if constexpr (std::is_same_v<Output, Plain>)
-      return {used(x), x.size(0), std::nullopt};
-    else
-      return Output(used(x));
-  }
-  torch::nn::Linear used{2, 1}, unused{2, 1};
-};
-
-class StructOutput : public test::OverBackends {};
-INSTANTIATE_TEST_SUITE_P(All, StructOutput, test::over_backends(), test::backend_name);
-
-TEST_P(StructOutput, IsWalkedForUnusedParameters) {
-  run_group(2, [&](ProcessGroup group) {
-    auto net = std::make_shared<Forked<Plain>>();
-    DistributedDataParallel ddp(net, group, {.find_unused_parameters = true});
-    for (int step = 0; step < 3; ++step) {
-      const Plain output = ddp.forward(at::full({4, 2}, group.rank() + 1.0, at::kFloat));
-      net->zero_grad();
-      output.logits.sum().backward();
-      EXPECT_EQ(net->used->weight.grad()[0][0].item<float>(), 6.0F);  // The mean of 4 and 8.
-    }
-  });
-}
-
-TEST_P(StructOutput, OfUnknownTensorsIsAskedForOnlyWhereTheyMustBeVisited) {
-  run_group(2, [&](ProcessGroup group) {
-    auto net = std::make_shared<Forked<Hidden>>();
-    for (const bool find_unused : {false, true}) {
-      DistributedDataParallel ddp(
-          net, group, {.find_unused_parameters = find_unused, .static_graph = !find_unused});
-      if (!find_unused) {
-        ddp.forward(at::full({4, 2}, 1.0, at::kFloat));
-        continue;
-      }
-      try {
-        ddp.forward(at::full({4, 2}, 1.0, at::kFloat));
-        ADD_FAILURE() << "no UsageError";
-      } catch (const UsageError& error) {
-        const std::string text = error.what();
-        EXPECT_THAT(text, HasSubstr("do not know where they are in a lockstep::"));
-        EXPECT_THAT(text, HasSubstr("\n    template <> struct lockstep::OutputTensors<"));
-        EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2);  // Three lines.
-      }
-    }
-  });
 }
 
 }  // namespace output_tensors_test
