@@ -350,10 +350,10 @@ class Ddp final : public DdpCore, GradientTracker {
     throw UsageError(
         place() + ": the last backward gave no gradient to these parameters: " +
             join(names_of(lacking), ", "),
-        fixed_
-            ? "make the loss depend on them in every batch, or freeze them"
-            : "set DdpOptions::find_unused_parameters (or static_graph, when they are the same in "
-              "every step), or make the loss depend on every output of forward");
+        fixed_ ? "make the loss depend on them in every batch, or freeze them"
+               : "set DdpOptions::find_unused_parameters (--find-unused-parameters; or "
+                 "static_graph, when they are the same in every step), or make the loss depend on "
+                 "every output of forward");
   }
 
   const char* caller() const { return module_ ? "DistributedDataParallel" : "GradientAverager"; }

@@ -104,8 +104,8 @@ class Fsdp final : public FsdpCore {
     throw UsageError(
         std::string(kName) + ", rank " + std::to_string(group().rank()) +
             ": backward gave no gradient to " + join(missing, ", "),
-        "set FsdpOptions::find_unused_parameters, freeze them (requires_grad_(false)), "
-        "or use them in the loss");
+        "set FsdpOptions::find_unused_parameters (--find-unused-parameters), freeze them "
+        "(requires_grad_(false)), or use them in the loss");
   }
   void share_buffers() override {
     if (!broadcasts_buffers_) return;
