@@ -51,7 +51,7 @@ std::string exact_text(const T& value) {
 }
 
 /// 0: batches are not cut into logical shards.
-int64_t shards_of(const TrainerOptions& options) {
+int64_t logical_shards_of(const TrainerOptions& options) {
   return options.strategy_options.logical_shards.value_or(LogicalShardsOptions()).count;
 }
 
@@ -67,7 +67,7 @@ Settings settings_of_all_ranks(const TrainerOptions& options, const detail::Trai
   set("gradient_clip_val", options.gradient_clip_val);
   set("limit_train_batches", options.limit_train_batches);
   set("limit_val_batches", options.limit_val_batches);
-  set("logical_shards", shards_of(options));
+  set("logical_shards", logical_shards_of(options));
   set("shard_seed", options.strategy_options.logical_shards.value_or(LogicalShardsOptions()).seed);
   set("log_every_n_steps", options.log_every_n_steps);
   constexpr const char* kPolicies[] = {"stop", "skip", "proceed"};
@@ -227,7 +227,7 @@ void FitLoop::train() {
   }
   // A stage of a pipeline has work of its own, and a rank may have one logical shard more.
   const bool alike = loop_.parts().front()->strategy().data_share().size == group_.size() &&
-                     shards_of(options_) % group_.size() == 0;
+                     logical_shards_of(options_) % group_.size() == 0;
   while (epoch_ < options_.max_epochs && !wants_to_stop()) {
     start_interval();
     epoch_start_ = log_start_;
@@ -341,7 +341,7 @@ bool FitLoop::finish_epoch() {
 
 Metrics FitLoop::evaluate(detail::BatchFeed& feed, const std::function<bool()>& go_on) {
   return lockstep::evaluate(*task_.module, loop_.parts(), feed, group_, options_.limit_val_batches,
-                            go_on, shards_of(options_));
+                            go_on, logical_shards_of(options_));
 }
 
 /// False when a signal ended it.
@@ -376,7 +376,7 @@ void FitLoop::interrupt() {
 }
 
 MetricSums FitLoop::reduced(const ShardSums& mine) const {
-  return reduce_over_shards(group_, device(), mine, shards_of(options_));
+  return reduce_over_shards(group_, device(), mine, logical_shards_of(options_));
 }
 
 double FitLoop::seconds() const {

@@ -68,7 +68,8 @@ class ZeroStrategy : public detail::WholeModelStrategy {
     DdpOptions options;
     if (stage == 1) {
       options.comm_hook = hook_of(reduce_dtype, parameters());
-      return average_gradients(options, micro_batches);
+      average_gradients(options, micro_batches);
+      return;
     }
     average_gradients(options, micro_batches, [&](const auto& parameters) {
       auto reducer = std::make_unique<PartReducer>(optimizer_, parameters, name(), reduce_dtype,
