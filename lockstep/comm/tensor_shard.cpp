@@ -1,7 +1,6 @@
 #include "lockstep/comm/tensor_shard.h"
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
 
 namespace lockstep {
@@ -15,33 +14,6 @@ std::vector<int64_t> memory_order(const at::Tensor& like) {
   std::stable_sort(dims.begin(), dims.end(),
                    [&](int64_t a, int64_t b) { return like.stride(a) > like.stride(b); });
   return dims;
-}
-
-/// Of elements [begin, end) within what `offsets` chooses in the dimensions before `dim`.
-void add_boxes(const std::vector<int64_t>& sizes, size_t dim, std::vector<int64_t> offsets,
-               int64_t begin, int64_t end, std::vector<TensorBox>& boxes) {
-  if (begin >= end) return;
-  std::vector<int64_t> box = sizes;
-  std::fill_n(box.begin(), dim, 1);
-  if (dim == sizes.size()) return boxes.push_back({std::move(offsets), std::move(box)});
-  const int64_t row = std::accumulate(sizes.begin() + static_cast<std::ptrdiff_t>(dim) + 1,
-                                      sizes.end(), int64_t{1}, std::multiplies<>());
-  const auto add_part_of_row = [&](int64_t index, int64_t from, int64_t to) {
-    offsets[dim] = index;
-    add_boxes(sizes, dim + 1, offsets, from, to, boxes);
-  };
-  int64_t first = begin / row;
-  const int64_t last = end / row;
-  if (begin % row != 0) {
-    add_part_of_row(first, begin % row, std::min(row, end - first * row));
-    ++first;
-  }
-  if (first < last) {
-    offsets[dim] = first;
-    box[dim] = last - first;
-    boxes.push_back({offsets, box});
-  }
-  if (first <= last) add_part_of_row(last, 0, end - last * row);
 }
 
 std::vector<int64_t> reordered(const std::vector<int64_t>& numbers,
@@ -77,11 +49,29 @@ at::Tensor part_of(at::Tensor tensor, const TensorBox& box) {
 }
 
 std::vector<TensorBox> boxes_of_range(const at::Tensor& like, int64_t begin, int64_t count) {
-  const std::vector<int64_t> order = memory_order(like), back = inverse(order);
-  const std::vector<int64_t> sizes = reordered(like.sizes().vec(), order);
+  const std::vector<int64_t> order = memory_order(like);
+  const int64_t end = begin + count;
   std::vector<TensorBox> boxes;
-  add_boxes(sizes, 0, std::vector<int64_t>(sizes.size()), begin, begin + count, boxes);
-  for (TensorBox& box : boxes) box = {reordered(box.offsets, back), reordered(box.sizes, back)};
+  while (begin < end) {
+    TensorBox box{std::vector<int64_t>(order.size()), std::vector<int64_t>(order.size(), 1)};
+    int64_t row = like.numel(), taken = 1;
+    bool is_whole_row = false;  // Within the first dimension whose indices are taken whole.
+    for (const int64_t dim : order) {
+      const auto d = static_cast<size_t>(dim);
+      if (is_whole_row) {
+        box.sizes[d] = like.size(dim);
+        continue;
+      }
+      row /= like.size(dim);
+      box.offsets[d] = begin / row % like.size(dim);
+      is_whole_row = begin % row == 0 && end - begin >= row;
+      if (!is_whole_row) continue;
+      box.sizes[d] = std::min((end - begin) / row, like.size(dim) - box.offsets[d]);
+      taken = box.sizes[d] * row;
+    }
+    begin += taken;
+    boxes.push_back(std::move(box));
+  }
   return boxes;
 }
 
