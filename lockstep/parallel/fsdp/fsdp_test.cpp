@@ -1,5 +1,6 @@
 // FullyShardedDataParallel in a program's own loop, with modules of many kinds.
 #include "lockstep/parallel/fsdp/fsdp.h"
+#include "lockstep/parallel/state_dict.h"
 
 #include <ATen/ATen.h>
 #include <c10/core/InferenceMode.h>
