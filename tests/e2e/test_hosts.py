@@ -189,7 +189,7 @@ class Training(unittest.TestCase):
                 env = t.clean_environment(LOCKSTEP_HOST_ID=f"host{number}")
                 run = [t.LOCKSTEP, "run", "--nnodes", 2, "--node-rank", number, "--nproc-per-node", 2,
                        "--master-addr", "127.0.0.1", "--master-port", port, t.LOCKSTEP, "train", "--model", "mlp", "--dataset",
-                       "digits", "--max-epochs", 1, "--limit-train-batches", 5, "--limit-val-batches", 1]
+                       "digits", "--max-epochs", 1, "--limit-train-batches", 5, "--limit-val-batches", 1, "--strategy", "fsdp"]
                 processes.append(subprocess.Popen([str(w) for w in run], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                                   text=True, stdin=subprocess.DEVNULL, env=env))
             results = end_of(processes, 120)
@@ -197,6 +197,7 @@ class Training(unittest.TestCase):
                 continue
             self.assertEqual([code for code, _, _ in results], [0, 0], results)
             self.assertRegex(results[0][1], r"\b4 ranks over hierarchical on cpu")
+            self.assertIn("dp_replicate=2,dp_shard=2", results[0][1] + results[0][2], "a replica on each host")
             return
         self.fail("no free port in five attempts")
 

@@ -72,8 +72,9 @@ LayerCosts costs_of(const StrategySetup& setup) {
 }
 
 /// "stage 0 on rank 0: layers.0 (61% of time), stage 1 on rank 1: layers.1 to layers.4 (39%)".
+/// `on`: " on rank ", or that of a dimension of the mesh.
 std::string text_of(const std::vector<size_t>& starts, const std::vector<Layer>& layers,
-                    const LayerCosts& known, int ranks) {
+                    const LayerCosts& known, int ranks, const char* on) {
   const double all = std::accumulate(known.costs.begin(), known.costs.end(), 0.0);
   std::vector<std::string> stages;
   for (size_t stage = 0; stage < starts.size(); ++stage) {
@@ -83,7 +84,7 @@ std::string text_of(const std::vector<size_t>& starts, const std::vector<Layer>&
     const double part = std::accumulate(cost + static_cast<std::ptrdiff_t>(first),
                                         cost + static_cast<std::ptrdiff_t>(end), 0.0);
     const std::string percent = std::to_string(std::lround(100 * part / all)) + "%";
-    stages.push_back("stage " + std::to_string(stage) + " on rank " +
+    stages.push_back("stage " + std::to_string(stage) + on +
                      std::to_string(stage % static_cast<size_t>(ranks)) + ": " +
                      layers[first].name + (end == first + 1 ? "" : " to " + layers[end - 1].name) +
                      " (" + percent + (stage == 0 ? " of " + known.by : "") + ")");
@@ -102,7 +103,8 @@ std::vector<size_t> choose_stages(const StrategySetup& setup, int num_stages, in
   if (setup.group.rank() == 0) {
     const LayerCosts known = costs_of(setup);
     starts = balance_stages(known.costs, num_stages);
-    if (setup.group.size() > 1) log_info(text_of(starts, setup.layers, known, ranks));
+    const char* const on = setup.group.size() == ranks ? " on rank " : " on pp rank ";
+    if (setup.group.size() > 1) log_info(text_of(starts, setup.layers, known, ranks, on));
   }
   return setup.group.broadcast_object(starts, 0).get<std::vector<size_t>>();
 }

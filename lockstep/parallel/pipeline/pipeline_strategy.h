@@ -22,7 +22,7 @@ class RowStrategy;
 /// Each rank has some consecutive layers of the model, a stage, and only their parameters,
 /// gradients and optimizer state. A batch goes through the stages in micro-batches, by the schedule
 /// of PipelineOptions::schedule. With a mesh "dp=N,pp=M" there are N such pipelines, whose
-/// gradients are averaged.
+/// gradients are averaged as by ddp. make_strategy makes pipelines of the other strategies.
 ///
 /// - Needs `setup.layers`, and of each BatchWork `input`, `target` and `criterion`. `criterion` is
 ///   called on the rank of the last stage only, once for each micro-batch, in their order.
@@ -36,7 +36,7 @@ class RowStrategy;
 /// - Layers must give one tensor whose shape depends on the input's shape alone.
 ///
 /// A collective of `setup.group`. Throws UsageError for an impossible setup: no layers, more stages
-/// than layers, a mesh with dimensions other than dp and pp, a plan with an unknown layer name, or
+/// than layers, a mesh without pp or with unknown dimensions, a plan with an unknown layer name, or
 /// a parameter in no layer. Throws MismatchError where the ranks' modules differ.
 std::unique_ptr<Strategy> make_pipeline_strategy(const StrategySetup& setup);
 
