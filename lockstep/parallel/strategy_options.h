@@ -75,7 +75,8 @@ struct ZeroOptions {
 /// Of FullyShardedDataParallel.
 struct FsdpOptions {
   /// Full names of the modules that are gathered and freed as one unit ("layers.0"), or "h.*" for
-  /// all children of h. Empty: by size, so that a transformer's blocks are units.
+  /// all children of h. Empty: by size, so that a transformer's blocks are units. A stage of a
+  /// pipeline passes over names that it does not have.
   std::vector<std::string> units = {};
   /// By size: a module with fewer parameters is no unit of its own. 262,144 of float32 are 1 MiB:
   /// below that, what a gather costs by itself counts for more than its bytes.

@@ -36,7 +36,7 @@ std::vector<MeshDimension> training_mesh(const MeshUse& use, const std::string& 
            "--mesh dp=2,pp=2 makes two pipelines of two stages each");
   if (find(mesh, kData) && (find(mesh, kShard) || find(mesh, kReplicate)))
     refuse(use, text, "dp stands beside dp_shard or dp_replicate, of which it is one",
-           "--mesh dp_replicate=2,dp_shard=2, or --mesh dp=4");
+           "name both, as in dp_replicate=2,dp_shard=2, or dp alone");
   for (MeshDimension& dimension : mesh) {
     if (dimension.name == kData) dimension.name = use.shards ? kShard : kReplicate;
   }
@@ -47,7 +47,7 @@ std::vector<MeshDimension> training_mesh(const MeshUse& use, const std::string& 
            "take strategy zero1, zero2 or fsdp, or dimension dp_replicate");
   if (use.shards && replicate && !shard)
     refuse(use, text, "there is no dimension dp_shard, over which it cuts a model",
-           "--mesh dp_replicate=2,dp_shard=2, or strategy ddp");
+           "add it, as in dp_replicate=2,dp_shard=2, or take strategy ddp");
   return mesh;
 }
 

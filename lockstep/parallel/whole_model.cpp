@@ -6,6 +6,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+
 #include "lockstep/autograd/backward.h"
 #include "lockstep/base/error.h"
 #include "lockstep/comm/check_equal.h"
@@ -83,9 +85,14 @@ void WholeModelStrategy::average_gradients(const DdpOptions& options, bool micro
     core_ = make_ddp_core(*module_, group(), own, make_reducer, "strategy " + name());
     return;
   }
+  // A stage may have no parameters that are trained, and none of those that are ignored.
+  auto reduced = whole_module_state(*module_).reduced;
+  std::erase_if(reduced, [&](const ReducedParameter& parameter) {
+    return parameter.tensor.numel() == 0 || std::ranges::count(own.ignored, parameter.name) > 0;
+  });
+  if (reduced.empty()) return;
   // What no micro-batch of any rank has used keeps no gradient.
   own.find_unused_parameters = true;
-  auto reduced = find_module_state(*module_, own.ignored, "strategy " + name()).reduced;
   reducer_ = make_reducer
                  ? make_reducer(reduced)
                  : make_bucket_reducer(std::move(reduced), group(), own, "DistributedDataParallel");

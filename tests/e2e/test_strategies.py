@@ -166,6 +166,7 @@ class WrongUse(unittest.TestCase):
     def test_strategies_that_do_not_combine(self):
         self.refuse(("--mesh", "dp=1", "--strategy", "dp"), 2, "strategy dp takes no mesh")
         self.refuse(("--mesh", "dp_shard=2", "--devices", 2), 2, "ddp", "dp_shard")
+        self.refuse(("--mesh", "dp=2", "--devices", 2, "--min-ranks", 1), 2, "--min-ranks", "dp=2")
         self.refuse(("--mesh", "pp=2", "--devices", 2, "--logical-shards", 2), 2, "logical shards", "pp=2")
 
     def test_what_does_not_go_with_lbfgs(self):

@@ -10,6 +10,7 @@
 #include "lockstep/optim/optim.h"
 #include "lockstep/parallel/fsdp/fsdp.h"
 #include "lockstep/parallel/fsdp/unit_plan.h"
+#include "lockstep/parallel/pipeline/pipeline_strategy.h"
 #include "lockstep/parallel/strategies/strategies.h"
 #include "lockstep/tool/cli.h"
 #include "tools/lockstep/bench/bench.h"
@@ -42,6 +43,25 @@ MemoryQuestion question_of(const std::string& model) {
   return question;
 }
 
+/// Of the largest stage, where stages have equal numbers of parameters as far as layers can be cut.
+int64_t largest_stage_of(const std::string& model, int stages) {
+  if (model_info(model).from_file || stages < 2) return 0;
+  const auto module = deferred_init([&] { return make_model(model); });
+  std::vector<Layer> layers;
+  for (const auto& [name, part, forward] : module->layers())
+    layers.push_back({name, part, forward});
+  const auto costs = estimate_layer_costs(layers);
+  const auto starts = balance_stages(costs, stages);
+  double largest = 0;
+  for (size_t stage = 0; stage < starts.size(); ++stage) {
+    const size_t end = stage + 1 < starts.size() ? starts[stage + 1] : costs.size();
+    double sum = 0;
+    for (size_t i = starts[stage]; i < end; ++i) sum += costs[i];
+    largest = std::max(largest, sum);
+  }
+  return static_cast<int64_t>(largest);
+}
+
 BenchRow row_of(const std::string& strategy, const MemoryQuestion& question) {
   const MemoryAnswer answer = estimate_memory(strategy, question);
   return {{"strategy", strategy},
@@ -72,7 +92,7 @@ BenchRow readable(const BenchRow& row) {
 
 int estimate_memory_command(const std::vector<std::string>& args) {
   std::string model = "mlp";
-  std::vector<std::string> strategies = estimated_strategies();
+  std::vector<std::string> strategies = {"ddp", "zero1", "zero2", "fsdp"};
   std::vector<int64_t> devices = {1, 2, 4, 8};
   std::string optimizer = "adam";
   std::string mesh;
@@ -87,8 +107,11 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   cli.group("What is trained");
   cli.option("--model", model, "A model, with sizes as `lockstep train` takes them", "NAME");
   cli.list("--strategy", strategies, join(estimated_strategies(), ", "));
-  cli.option("--mesh", mesh, "Dimensions of the ranks, as `lockstep train` takes them",
-             "NAME=SIZE,...");
+  cli.option(
+      "--mesh", mesh,
+      "Dimensions of the ranks, as `lockstep train` takes them; of a pipeline the largest stage "
+      "counts, cut by --pipeline-balance parameters",
+      "NAME=SIZE,...");
   cli.list("--devices", devices, "Ranks, several one after the other", {1, 1'000'000});
   cli.choice("--optimizer", optimizer, optimizer_names(), "The optimizer");
   cli.group("Output");
@@ -103,6 +126,8 @@ int estimate_memory_command(const std::vector<std::string>& args) {
   for (const auto& strategy : strategies) {
     for (const int64_t ranks : devices) {
       question.ranks = static_cast<int>(ranks);
+      const DataShare share = data_share(strategy, {.mesh = mesh}, 0, question.ranks);
+      question.largest_stage_elements = largest_stage_of(model, question.ranks / share.size);
       const BenchRow row = row_of(strategy, question);
       rows.push_back(json ? row : readable(row));
     }

@@ -151,14 +151,16 @@ class FullyShardedDataParallel : public WrappedModule<ModulePtr, detail::FsdpCor
                            const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
       : Base(module,
              detail::make_fsdp_core(detail::module_pointer(module), group, {}, options, device)) {}
-  /// Hybrid sharding, as Python's HSDP: the model is cut over the mesh's dimension dp_shard, and
-  /// the ranks of dp_replicate have the same shards and average their gradients. States are given
-  /// on the first rank of each replica.
+  /// The model is cut over the mesh's dimension dp_shard. Where there is dp_replicate its ranks
+  /// have the same shards and average their gradients: hybrid sharding, as Python's HSDP. States
+  /// are given on the first rank of each replica. Other dimensions are not looked at: their ranks
+  /// have models of their own, as stages have.
   FullyShardedDataParallel(ModulePtr module, const DeviceMesh& mesh,
                            const FsdpOptions& options = {}, std::optional<c10::Device> device = {})
-      : Base(module,
-             detail::make_fsdp_core(detail::module_pointer(module), mesh.get_group("dp_shard"),
-                                    mesh.get_group("dp_replicate"), options, device)) {}
+      : Base(module, detail::make_fsdp_core(
+                         detail::module_pointer(module), mesh.get_group("dp_shard"),
+                         mesh.has("dp_replicate") ? mesh.get_group("dp_replicate") : ProcessGroup(),
+                         options, device)) {}
 
   /// What this rank's optimizer updates: its runs of each parameter that needs a gradient, as
   /// vectors. One without elements where it has none, as ranks are many and parameters few. Clip

@@ -1,6 +1,7 @@
 #include "lockstep/parallel/fsdp/fsdp.h"
 
 #include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
 
 #include <optional>
 
@@ -121,7 +122,13 @@ std::unique_ptr<Strategy> make_fsdp_strategy(const StrategySetup& setup) {
 std::unique_ptr<detail::RowStrategy> detail::make_fsdp_row(const StrategySetup& setup,
                                                            bool micro_batches) {
   FsdpOptions options = setup.options.fsdp.value_or(FsdpOptions());
-  options.init_sync = options.init_sync && !micro_batches;  // A pipeline has seen to it.
+  if (micro_batches) {
+    options.init_sync = false;  // A pipeline has seen to it.
+    const auto modules = setup.module->named_modules("", /*include_self=*/false);
+    std::erase_if(options.units, [&](const std::string& unit) {
+      return !modules.contains(unit.ends_with(".*") ? unit.substr(0, unit.size() - 2) : unit);
+    });
+  }
   return std::make_unique<FsdpStrategy>(setup, options);
 }
 

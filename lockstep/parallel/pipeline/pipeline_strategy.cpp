@@ -348,8 +348,8 @@ class PipelineStrategy final : public detail::BaseStrategy {
   /// The first layers of the stages, once all ranks have rank 0's model.
   const std::vector<size_t>& agreed_stages() {
     if (setup_.group.size() > 1)
-      detail::start_alike(detail::find_module_state(*setup_.module, {}, "strategy " + name()),
-                          setup_.group, "strategy " + name());
+      detail::start_alike(detail::whole_module_state(*setup_.module), setup_.group,
+                          "strategy " + name());
     return starts_ = choose_stages(setup_, schedule_.num_stages, pipeline_.size());
   }
 

@@ -57,7 +57,8 @@ MemoryAnswer estimate_memory(const std::string& strategy, const MemoryQuestion& 
   const auto mesh = detail::training_mesh({strategy, row.cuts.any(), row.pipelines}, question.mesh,
                                           question.ranks);
   const int64_t stages = size_of(mesh, "pp"), shards = size_of(mesh, "dp_shard");
-  const int64_t trained = share_of(question.elements, stages);
+  const int64_t trained =
+      std::max(share_of(question.elements, stages), question.largest_stage_elements);
   const auto bytes = [&](bool cut, int64_t elements) {
     return share_of(elements, cut ? shards : 1) * question.element_bytes;
   };

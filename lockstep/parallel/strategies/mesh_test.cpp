@@ -271,6 +271,42 @@ TEST(Meshes, StrategiesOfAPipelineHaveTheSameBits) {
             {.backend = "shm"});
 }
 
+/// Of four stages one is a lone activation, and one is frozen.
+TEST(Meshes, StagesNeedNotTrainAnything) {
+  for (const std::string strategy : {"ddp", "zero1", "zero2", "fsdp"}) {
+    run_group(8,
+              [&](ProcessGroup group) {
+                const auto model = make_model<Chain>();
+                for (at::Tensor parameter : model->linears.back()->parameters())
+                  parameter.set_requires_grad(false);
+                StrategySetup setup;
+                setup.module = model;
+                const std::vector<Layer> all = model->layers();
+                const auto tanh = [](const at::Tensor& x) { return at::tanh(x); };
+                setup.layers = {all.begin(), all.end() - 1};
+                setup.layers.push_back({"tanh", nullptr, tanh});
+                setup.layers.push_back(all.back());
+                setup.make_optimizer = adam();
+                setup.group = group;
+                setup.options.mesh = "pp=4,dp=2";
+                setup.options.pipeline =
+                    PipelineOptions{.num_micro_batches = 2, .plan = {"linear3", "tanh", "linear7"}};
+                if (strategy == "fsdp")
+                  setup.options.fsdp = FsdpOptions{.units = {"linear0", "linear4"}};
+                const auto its = make_strategy(strategy, setup);
+                const at::Tensor before = model->linears.front()->weight.sum().detach().clone();
+                for (int step = 0; step < 2; ++step) train(model, *its, step, 0.05);
+                const StateDict state = its->model_state();
+                if (group.rank() != 0) return;
+                EXPECT_EQ(state.size(), state_dict(*model).size());
+                for (const auto& [name, tensor] : state)
+                  EXPECT_FALSE(at::isnan(tensor).any().item<bool>()) << name;
+                EXPECT_FALSE(at::equal(state.front().second.sum(), before));
+              },
+              {.backend = "shm"});
+  }
+}
+
 TEST(Meshes, WhatDoesNotGoTogetherNamesBoth) {
   const auto expect = [](const std::string& strategy, const StrategyOptions& options,
                          const std::vector<std::string>& words) {

@@ -103,8 +103,9 @@ void check_options(const Row& row, const StrategyOptions& options) {
     for (const Row& other : strategy_rows())
       if (takes(other, name)) owners.push_back(other.info.name);
     throw UsageError("strategy " + row.info.name + " takes no " + name,
-                     owners.empty() ? "leave that out, or take a mesh with stages: pp=2"
-                                    : "leave that out, or take strategy " + join(owners, " or "));
+                     name == "mesh"   ? "leave it out, or take ddp, zero1, zero2 or fsdp"
+                     : owners.empty() ? "leave that out, or take a mesh with stages: pp=2"
+                                      : "leave that out, or take strategy " + join(owners, " or "));
   }
   if (options.logical_shards && !options.mesh.empty())
     throw UsageError("logical shards go with no mesh (" + options.mesh + ")",

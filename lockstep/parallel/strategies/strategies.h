@@ -45,8 +45,10 @@ struct MemoryQuestion {
   /// fsdp: the parameters lie once per host, in memory that its ranks share.
   bool shared_memory = false;
   int ranks = 1;
-  /// Of the ranks, as StrategyOptions::mesh. A pipeline's stages count as of equal size.
+  /// Of the ranks, as StrategyOptions::mesh.
   std::string mesh = {};
+  /// Of a pipeline: what the largest stage has of `elements`. 0: stages are of equal size.
+  int64_t largest_stage_elements = 0;
   std::string optimizer = "adam";
   OptimizerOptions optimizer_options = {};
 };

@@ -153,7 +153,8 @@ bool counts(const Flag& flag, const RunConfig& config) {
 void refuse_if_it_does_not_count(const Flag& flag, const RunConfig& config) {
   if (is_default(flag, config) || counts(flag, config)) return;
   const std::string& other = flag.only_with.flag;
-  const std::string owner = other + " " + join(flag.only_with.values, " or ");
+  std::string owner = other + " " + join(flag.only_with.values, " or ");
+  if (flag.only_with.values.front() == "pipeline") owner += " or a --mesh with pp";
   throw UsageError(flag.name + " is for " + owner + "; " + other + " is " +
                        plain_text(*find_flag(other), config),
                    "leave it out, or train with " + owner);

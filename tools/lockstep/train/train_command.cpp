@@ -71,6 +71,16 @@ bool is_over_hosts() {
   return folder && launch::GenerationFolder(*folder).first().of_hosts;
 }
 
+/// Whether the mesh, if there is one, is one of so many ranks.
+bool fits_mesh(const RunConfig& config, int ranks) {
+  try {
+    (void)data_share(config.strategy, strategy_options(config), 0, ranks);
+    return true;
+  } catch (const UsageError&) {
+    return config.mesh.empty();
+  }
+}
+
 /// With how many of `ranks` training goes on.
 std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
   // Hosts that come may have more, and --nnodes says how many go on.
@@ -84,8 +94,13 @@ std::set<int> sizes_to_go_on_with(const RunConfig& config, int ranks) {
   std::set<int> sizes{ranks};
   for (int size = fewest; size < (over_hosts ? kMostOverHosts : ranks); ++size) {
     const int64_t batches = size * config.accumulate_grad_batches;
-    if (config.global_batch_size.value_or(0) % batches == 0) sizes.insert(size);
+    if (config.global_batch_size.value_or(0) % batches == 0 && fits_mesh(config, size))
+      sizes.insert(size);
   }
+  if (fewest < ranks && !config.mesh.empty() && *sizes.begin() == ranks)
+    throw UsageError("--min-ranks " + std::to_string(fewest) + ": mesh '" + config.mesh +
+                         "' is one of " + counted(ranks, "rank") + " only",
+                     "give one of its dimensions the size -1, or leave --min-ranks out");
   return sizes;
 }
 
@@ -98,6 +113,8 @@ bool spawn_ranks(const RunConfig& config, const std::string& command,
     tell_of_ignored_devices(config, job);
   } else {
     sizes_to_go_on_with(config, static_cast<int>(config.devices));  // It checks.
+    (void)data_share(config.strategy, strategy_options(config), 0,
+                     static_cast<int>(config.devices));
     check_files(config);
     fetch_data(config);  // Once, and what it says is said once.
   }
