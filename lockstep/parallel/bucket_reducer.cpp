@@ -74,6 +74,8 @@ class BucketReducer final : public GradientReducer {
       tensors_.push_back(parameter.tensor);
       sparse_.push_back(parameter.sparse_gradient);
     }
+    staged_.resize(tensors_.size());
+    used_.resize(tensors_.size());
     learns_order_ = options_.static_graph || !options_.find_unused_parameters;
     make_buckets(first_layout());
   }
@@ -197,8 +199,10 @@ class BucketReducer final : public GradientReducer {
     within_backward_ = true;
     before_forward();
     within_backward_ = false;
-    staged_.assign(tensors_.size(), false);
-    used_.assign(tensors_.size(), 0);
+    if (may_miss()) {
+      staged_.assign(tensors_.size(), false);
+      used_.assign(tensors_.size(), 0);
+    }
     // The gradients of a backward of a context use the buckets. Those that are there stay apart.
     context_ = context_of_this_backward();
     if (!context_ || !options_.gradient_as_bucket_view) return;

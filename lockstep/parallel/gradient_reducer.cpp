@@ -12,22 +12,23 @@ namespace lockstep::detail {
 void GradientReducer::set_units(std::vector<size_t> unit_of, std::vector<size_t> order) {
   unit_of_ = std::move(unit_of);
   order_ = std::move(order);
+  counts_.clear();
+  for (const size_t unit : unit_of_) {
+    if (unit >= counts_.size()) counts_.resize(unit + 1);
+    ++counts_[unit];
+  }
 }
 
 void GradientReducer::begin() {
-  for (const Work& work : std::exchange(under_way_, {})) {
+  while (!under_way_.empty()) {
     try {
-      if (work) work.wait();
+      wait_for_oldest();
     } catch (const Error& error) {  // The group's next call says so again.
       log_debug(std::string("a reduction that a backward left behind: ") + error.what());
     }
   }
   begin_round();
-  awaited_.clear();
-  for (const size_t unit : unit_of_) {
-    if (unit >= awaited_.size()) awaited_.resize(unit + 1);
-    ++awaited_[unit];
-  }
+  awaited_ = counts_;
   arrivals_.clear();
   next_ = 0;
 }

@@ -83,6 +83,7 @@ class GradientReducer {
 
  private:
   const char* const caller_;
+  std::vector<size_t> counts_;    ///< By unit: its parameters.
   std::vector<size_t> arrivals_;  ///< Of parameters in this round, while the order is learnt.
   size_t next_ = 0;               ///< In `order_`.
 };
