@@ -73,13 +73,6 @@ std::vector<TensorShard> shards_of(const StateSpread& spread, size_t index, cons
              : shards_of_range(name, parameter, part.begin, tensor.reshape({-1}));
 }
 
-/// Puts a shard into its place in the whole.
-void put(const TensorShard& shard, at::Tensor whole) {
-  for (int64_t d = 0; d < shard.values.dim(); ++d)
-    whole = whole.narrow(d, shard.offsets[static_cast<size_t>(d)], shard.values.size(d));
-  whole.copy_(shard.values);
-}
-
 }  // namespace
 
 StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard>& shards, int to) {
@@ -116,7 +109,7 @@ StateDict gather_shards(const ProcessGroup& group, const std::vector<TensorShard
         whole = at::zeros(shard.sizes, dtype);
         state.emplace_back(shard.name, whole);
       }
-      put(shard, whole);
+      part_of(whole, shard.box()).copy_(shard.values);
     }
   }
   return state;
@@ -217,7 +210,7 @@ void SpreadModel::load(const std::vector<TensorShard>& given, const std::string&
         throw CheckpointError(source + ": '" + name + "' is " + c10::str(shard->sizes) +
                                   ", expected " + c10::str(whole.sizes()),
                               "it is of another model");
-      put(*shard, whole);
+      part_of(whole, shard->box()).copy_(shard->values);
       filled += shard->values.numel();
     }
     if (filled < whole.numel())
